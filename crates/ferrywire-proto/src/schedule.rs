@@ -44,25 +44,34 @@ pub struct Spin {
 /// How long `threads` progress threads spin on a host with `cores` cores.
 ///
 /// Waking a thread takes about as long as sending 64 KiB, so a thread waits that long for the next of a few
-/// messages, and longer for a copy where cores are spare. In deep bulk a wake that is some microseconds late
-/// delays nothing, while spinning costs half a core. Where threads share cores with other senders and
-/// receivers, yielding is the better way to alternate.
+/// messages, and longer for a copy unless few cores have to do all the work. In deep bulk a wake that is some
+/// microseconds late delays nothing, while spinning costs half a core. Where threads share cores with other
+/// senders and receivers, yielding is the better way to alternate.
 pub fn spin(cores: usize, threads: usize) -> Spin {
-    if has_spare_cores(cores, threads) { SPIN_ON_SPARE_CORES } else { SPIN }
+    let in_deep_bulk = if has_spare_cores(cores, threads) { Duration::ZERO } else { SPIN_TIME };
+    let with_staging = if works_in_long_runs(cores, threads) { COPY_SPIN_TIME } else { SPIN_TIME };
+    Spin { usual: SPIN_TIME, with_staging, in_deep_bulk }
 }
 
 /// Bytes of small operations that make a channel busy, so that the next channel helps.
 ///
-/// Channels fill up in order. Few messages then keep few threads busy, and the other threads sleep. Where
-/// cores are spare, a thread has a core to itself and works best on long runs. Elsewhere the two ends of a
-/// channel share a core, and alternate better in short ones.
+/// Channels fill up in order. Few messages then keep few threads busy, and the other threads sleep. With many
+/// cores or spare ones, a thread that works seldom waits for its core, and works best on long runs. Elsewhere
+/// the two ends of a channel share a core, and alternate better in short ones.
 pub fn small_fill_bytes(cores: usize, threads: usize) -> u64 {
-    if has_spare_cores(cores, threads) { SMALL_FILL_BYTES_ON_SPARE_CORES } else { SMALL_FILL_BYTES }
+    if works_in_long_runs(cores, threads) { SMALL_FILL_BYTES_IN_LONG_RUNS } else { SMALL_FILL_BYTES }
+}
+
+fn works_in_long_runs(cores: usize, threads: usize) -> bool {
+    cores > FEW_CORES || has_spare_cores(cores, threads)
 }
 
 fn has_spare_cores(cores: usize, threads: usize) -> bool {
-    cores >= 2 * threads.max(1) && cores > 4
+    if cores > FEW_CORES { cores > threads } else { cores > 4 && cores >= 2 * threads.max(1) }
 }
+
+/// Up to so many cores, all of them are busy at both ends of a fast transfer within a host.
+const FEW_CORES: usize = 8;
 
 /// Whether `bytes` in flight are several chunks for each channel.
 pub fn is_deep_bulk(bytes: u64, channels: usize) -> bool {
@@ -70,19 +79,82 @@ pub fn is_deep_bulk(bytes: u64, channels: usize) -> bool {
 }
 
 const SPIN_TIME: Duration = Duration::from_micros(50);
-const SPIN: Spin = Spin { usual: SPIN_TIME, with_staging: SPIN_TIME, in_deep_bulk: SPIN_TIME };
-const SPIN_ON_SPARE_CORES: Spin =
-    Spin { usual: SPIN_TIME, with_staging: Duration::from_micros(500), in_deep_bulk: Duration::ZERO };
+const COPY_SPIN_TIME: Duration = Duration::from_micros(500);
 const DEEP_BYTES: u64 = 2 << 20;
 
-/// Default number of progress threads: all cores of a small host, half of the cores of a large one. The other
-/// cores are left to other work.
+/// Default number of progress threads: one per core up to 16. A large host keeps its other cores for other work.
 fn workers(cores: usize) -> usize {
-    match cores {
-        0..=8 => cores.max(1),
-        _ => (cores / 2).clamp(8, 16),
+    cores.clamp(1, 16)
+}
+
+/// What a progress thread moved: payload and headers in bytes, and frames with payload.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Traffic {
+    /// Bytes sent.
+    pub sent_bytes: u64,
+    /// Frames sent.
+    pub sent_frames: u64,
+    /// Bytes received.
+    pub received_bytes: u64,
+    /// Frames received.
+    pub received_frames: u64,
+}
+
+impl Traffic {
+    /// The sum of two threads' traffic, or of two channels'.
+    pub fn plus(self, other: Traffic) -> Traffic {
+        Traffic {
+            sent_bytes: self.sent_bytes.saturating_add(other.sent_bytes),
+            sent_frames: self.sent_frames.saturating_add(other.sent_frames),
+            received_bytes: self.received_bytes.saturating_add(other.received_bytes),
+            received_frames: self.received_frames.saturating_add(other.received_frames),
+        }
+    }
+
+    /// What was moved since `before`, an earlier sum.
+    pub fn since(self, before: Traffic) -> Traffic {
+        Traffic {
+            sent_bytes: self.sent_bytes.saturating_sub(before.sent_bytes),
+            sent_frames: self.sent_frames.saturating_sub(before.sent_frames),
+            received_bytes: self.received_bytes.saturating_sub(before.received_bytes),
+            received_frames: self.received_frames.saturating_sub(before.received_frames),
+        }
+    }
+
+    /// Bytes in both directions.
+    pub fn bytes(self) -> u64 {
+        self.sent_bytes.saturating_add(self.received_bytes)
     }
 }
+
+/// How often a progress thread decides anew whether it keeps to one core.
+pub const CORE_CHECK_INTERVAL: Duration = Duration::from_millis(50);
+
+/// Whether each of so many threads always keeps to a core of its own, on a host with as many cores.
+pub fn always_keeps_to_core(threads: usize) -> bool {
+    threads <= FEW_CORES
+}
+
+/// Whether a thread with `traffic` in the last `time` keeps to one core, the same as the thread at the other end
+/// of its channels.
+///
+/// The two threads then alternate on the core, and the payload stays in its cache: less CPU time per byte. They
+/// cannot work at the same time, so shorter frames are slower in both directions at once, and the shortest always.
+pub fn keeps_to_core(traffic: Traffic, time: Duration) -> bool {
+    let Traffic { sent_bytes, sent_frames, received_bytes, received_frames } = traffic;
+    let (more, less) = (sent_bytes.max(received_bytes), sent_bytes.min(received_bytes));
+    let frames_of_more = if sent_bytes > received_bytes { sent_frames } else { received_frames };
+    let mean = |bytes: u64, frames: u64| bytes / frames.max(1);
+    let is_bulk = u128::from(traffic.bytes()) >= u128::from(BULK_RATE) * time.as_millis() / 1000;
+    let one_way = less <= more / 8 && mean(more, frames_of_more) >= LONG_FRAME_BYTES;
+    let both_ways = mean(traffic.bytes(), sent_frames + received_frames) >= LONG_FRAME_BYTES_BOTH_WAYS;
+    is_bulk && (one_way || both_ways)
+}
+
+/// Least bytes per second of a thread in bulk.
+const BULK_RATE: u64 = 80 << 20;
+const LONG_FRAME_BYTES: u64 = 32 << 10;
+const LONG_FRAME_BYTES_BOTH_WAYS: u64 = 200 << 10;
 
 /// Whether a channel with `backlog` unacknowledged bytes may take another chunk, when the least loaded live
 /// channel of the peer has `least`.
@@ -109,7 +181,7 @@ pub fn has_small_room(backlog: u64, fill: u64) -> bool {
 }
 
 const SMALL_FILL_BYTES: u64 = 256 << 10;
-const SMALL_FILL_BYTES_ON_SPARE_CORES: u64 = 512 << 10;
+const SMALL_FILL_BYTES_IN_LONG_RUNS: u64 = 512 << 10;
 
 /// Bytes of bulk that a channel within this host may take now, and its longest chunk in bytes. `sharing`
 /// channels of one thread each have such a bound.
@@ -171,15 +243,47 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn hosts_keep_as_many_threads_busy_as_they_have_cores_to_spare() {
+    fn hosts_have_a_thread_for_each_core_up_to_16() {
         let threads = [0, 1, 2, 8, 12, 16, 24, 32, 208].map(threads_default);
-        assert_eq!(threads, [1, 1, 2, 8, 8, 8, 12, 16, 16]);
+        assert_eq!(threads, [1, 1, 2, 8, 12, 16, 16, 16, 16]);
+    }
+
+    #[test]
+    fn a_thread_keeps_to_its_core_in_bulk_of_long_frames() {
+        let second = Duration::from_secs(1);
+        let sends = |gigabytes: u64, frame: u64| Traffic {
+            sent_bytes: gigabytes << 30,
+            sent_frames: (gigabytes << 30) / frame,
+            ..Traffic::default()
+        };
+        let turned = |traffic: Traffic| Traffic {
+            received_bytes: traffic.sent_bytes,
+            received_frames: traffic.sent_frames,
+            ..Traffic::default()
+        };
+        let both = |frame| sends(1, frame).plus(turned(sends(1, frame)));
+        for one_way in [sends(1, 64 << 10), turned(sends(1, 64 << 10)), sends(1, 1 << 20)] {
+            assert!(keeps_to_core(one_way, second));
+            assert!(!keeps_to_core(one_way, 20 * second), "the thread has little to do");
+        }
+        assert!(
+            !keeps_to_core(sends(1, 4 << 10), second) && !keeps_to_core(turned(sends(1, 4 << 10)), second)
+        );
+        assert!(!keeps_to_core(both(64 << 10), second) && keeps_to_core(both(1 << 20), second));
+        // The requests of reads are few bytes against their answers.
+        assert!(keeps_to_core(sends(8, 64 << 10).plus(turned(sends(1, 64))), second));
+        assert!(
+            !keeps_to_core(Traffic::default(), second) && !keeps_to_core(Traffic::default(), Duration::ZERO)
+        );
     }
 
     #[test]
     fn threads_wait_for_copies_for_long_only_where_others_have_cores() {
-        assert!(spin(32, 16).with_staging > spin(32, 17).with_staging);
-        assert_eq!([spin(2, 1), spin(2, 2), spin(8, 8), spin(1, 0)], [SPIN; 4]);
+        assert!(spin(8, 4).with_staging > spin(8, 5).with_staging);
+        assert_eq!(spin(16, 16).with_staging, spin(32, 16).with_staging);
+        assert!(spin(17, 16).in_deep_bulk < spin(16, 16).in_deep_bulk);
+        let usual = Spin { usual: SPIN_TIME, with_staging: SPIN_TIME, in_deep_bulk: SPIN_TIME };
+        assert_eq!([spin(2, 1), spin(2, 2), spin(8, 8), spin(1, 0)], [usual; 4]);
     }
 
     #[test]
@@ -191,7 +295,10 @@ mod tests {
             // Once all channels are busy, all of them may take more.
             assert_eq!(small_share(fill, fill, fill), fill);
         }
-        assert!(small_fill_bytes(32, 16) > small_fill_bytes(32, 17));
+        assert!(
+            small_fill_bytes(8, 4) > small_fill_bytes(8, 5)
+                && small_fill_bytes(9, 9) > small_fill_bytes(8, 8)
+        );
     }
 
     #[test]

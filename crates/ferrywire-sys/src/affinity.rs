@@ -30,24 +30,18 @@ pub fn cores_with_time() -> usize {
     thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// Pins the current thread to one core. Returns `InvalidInput` when this host has no such core or the thread
-/// may not use it.
-pub fn pin_current_thread(core: usize) -> io::Result<()> {
-    if core >= CpuSet::MAX_CPU {
-        return Err(io::Error::from(io::ErrorKind::InvalidInput));
-    }
+/// Lets the current thread run on `cores` only. Returns `InvalidInput` when it may use none of them.
+pub fn keep_current_thread_to(cores: &[usize]) -> io::Result<()> {
     let mut set = CpuSet::new();
-    set.set(core);
+    cores.iter().filter(|core| **core < CpuSet::MAX_CPU).for_each(|core| set.set(*core));
     Ok(sched_setaffinity(None, &set)?)
 }
 
 /// Runs `work` on a new thread that may use only `cores`; threads that `work` starts inherit the restriction.
 /// Returns `InvalidInput` when the current thread may use none of these cores.
 pub fn on_cores<T: Send>(cores: &[usize], work: impl FnOnce() -> T + Send) -> io::Result<T> {
-    let mut set = CpuSet::new();
-    cores.iter().filter(|core| **core < CpuSet::MAX_CPU).for_each(|core| set.set(*core));
     let inside = || {
-        sched_setaffinity(None, &set)?;
+        keep_current_thread_to(cores)?;
         Ok(work())
     };
     thread::scope(|scope| {
@@ -143,10 +137,13 @@ mod tests {
     #[test]
     fn a_pinned_thread_may_use_one_core() {
         thread::spawn(|| {
-            let core = *allowed_cores().unwrap().last().unwrap();
-            pin_current_thread(core).unwrap();
+            let cores = allowed_cores().unwrap();
+            let core = *cores.last().unwrap();
+            keep_current_thread_to(&[core]).unwrap();
             assert_eq!(allowed_cores().unwrap(), [core]);
-            assert!(pin_current_thread(CpuSet::MAX_CPU).is_err());
+            keep_current_thread_to(&cores).unwrap();
+            assert_eq!(allowed_cores().unwrap(), cores);
+            assert!(keep_current_thread_to(&[CpuSet::MAX_CPU]).is_err());
         })
         .join()
         .unwrap();

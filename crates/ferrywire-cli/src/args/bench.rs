@@ -122,7 +122,7 @@ pub struct ServeFlags {
     pub once: Option<bool>,
     /// Progress threads of this end [default: auto]
     ///
-    /// auto: all cores up to 8; of more cores half, at least 8 and at most 16.
+    /// auto: one for each core, at most 16.
     #[arg(long, value_name = "N")]
     pub threads: Option<OrAuto<usize>>,
     /// Encrypt data connections: off, preferred or required [default: preferred]
@@ -375,7 +375,7 @@ pub struct ConnectFlags {
     pub congestion_control: Option<OrAuto<String>>,
     /// Progress threads of this end [default: auto]
     ///
-    /// auto: all cores up to 8; of more cores half, at least 8 and at most 16.
+    /// auto: one for each core, at most 16.
     #[arg(long, value_name = "N")]
     pub threads: Option<OrAuto<usize>>,
     /// Serve Prometheus metrics at this address [default: none]

@@ -2,12 +2,15 @@
 //! owns, blocks in arrays, limits on time and on what a process has, processes that fork, and words at every end.
 
 mod addresses;
+#[path = "../plugin/affinity.rs"]
+mod affinity;
 mod any;
 mod blocks;
 mod bounded;
 #[allow(dead_code, reason = "the plugin's own tests use all of it")]
 #[path = "../../../ferrywire-tcpx-sim/tests/rules/case.rs"]
 mod case;
+mod cores;
 mod dropped;
 mod ends;
 mod forks;

@@ -3,6 +3,7 @@
 //!
 //! Each case runs in a process of its own, since a plugin reads its environment once and may end it.
 
+mod affinity;
 #[allow(dead_code, reason = "the plugin's own tests use all of it")]
 #[path = "../../../ferrywire-tcpx-sim/tests/rules/case.rs"]
 mod case;

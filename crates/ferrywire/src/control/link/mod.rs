@@ -166,6 +166,7 @@ impl Link {
             // Payload over lanes goes past the data connections. An end that requires protection has no lanes.
             protection: protection.filter(|_| backend.is_none()),
             same_host,
+            first_core: first_core(&role, me, &peer_hello),
             lanes: backend.is_some(),
             transport,
             transport_reason,
@@ -448,6 +449,13 @@ impl Link {
 /// Whether the error means that the peer's kernel has closed the connection.
 fn closed_by_peer(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe)
+}
+
+/// The number by which both ends find the common core of a channel's threads. It is the accepting end's: the threads of
+/// several peers then share its cores one by one, and several processes of a host have different cores for few channels.
+fn first_core(role: &Role, me: &Hello, peer: &Hello) -> usize {
+    let acceptor = if matches!(role, Role::Acceptor(_)) { me } else { peer };
+    usize::from(u16::from_le_bytes([acceptor.identity[0], acceptor.identity[1]]))
 }
 
 /// The payload backend of a session, and why the session must be refused, if so.

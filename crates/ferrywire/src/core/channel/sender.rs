@@ -26,7 +26,7 @@ use crate::error::Error;
 use crate::payload::lane::UNREADABLE;
 use ferrywire_net::{Conn, IoVec, PathHealth};
 use ferrywire_proto::limits;
-use ferrywire_proto::schedule;
+use ferrywire_proto::schedule::{self, Traffic};
 use ferrywire_proto::window::Window;
 use ferrywire_proto::wire::{self, HEADER_BYTES, Header, Kind, Refusal};
 
@@ -256,6 +256,16 @@ impl Channel {
     /// Whether the path has to be checked: something is to arrive at either end.
     pub fn is_watched(&self) -> bool {
         self.outstanding() || self.sender.blocked || self.awaits_rest()
+    }
+
+    /// What the channel has moved, over all connections in bytes, and over this one in frames.
+    pub fn traffic(&self) -> Traffic {
+        Traffic {
+            sent_bytes: self.counters.sent_bytes.load(Ordering::Relaxed),
+            sent_frames: self.sender.window.next(),
+            received_bytes: self.counters.received_bytes.load(Ordering::Relaxed),
+            received_frames: self.receiver.acks.covered(),
+        }
     }
 
     /// Whether an acknowledgement waits to be sent.

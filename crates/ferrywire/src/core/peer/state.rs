@@ -95,6 +95,8 @@ pub(crate) struct PeerInfo {
     /// How the data connections are protected; `None` in clear.
     pub protection: Option<Protection>,
     pub same_host: bool,
+    /// A number that both ends have: on one host, the two threads of a channel find their common core by it.
+    pub first_core: usize,
     /// Whether payload goes over lanes beside the channels' connections.
     pub lanes: bool,
     /// The name of the payload's transport, and the reason where there was a choice.

@@ -10,6 +10,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::pinning::Pinning;
 use super::quiesce::{Abandoning, Closed};
 use super::{COPY_BACKOFF, Command, Loss, LostChannel, Worker};
 use crate::core::channel::{Channel, Workspace};
@@ -18,7 +19,7 @@ use crate::core::operation::Hold;
 use crate::core::peer::PeerState;
 use ferrywire_memory::cuda::deferred_free;
 use ferrywire_proto::limits;
-use ferrywire_sys::affinity;
+use ferrywire_proto::schedule::Traffic;
 use ferrywire_sys::poll::{Event as PollEvent, Interest, WAKE_TOKEN};
 
 /// Passes between two polls of all sockets, while one channel receives all the time.
@@ -34,6 +35,7 @@ pub(crate) struct ProgressEngine {
     space: Workspace,
     pub(super) ready: Vec<PollEvent>,
     last_check: Duration,
+    pub(super) pinning: Pinning,
     /// Number of bytes moved so far, received and sent.
     pub(super) moved: u64,
     /// Index of the channel that received last.
@@ -53,6 +55,8 @@ pub(super) struct Slot {
     pub(super) channel: Box<Channel>,
     pub(super) waits_for: Interest,
     pub(super) polled: bool,
+    /// What the channel had moved when the thread's core was last chosen.
+    pub(super) moved: Traffic,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -69,6 +73,7 @@ impl ProgressEngine {
             space: Workspace::new(),
             ready: Vec::new(),
             last_check: Duration::ZERO,
+            pinning: Pinning::default(),
             moved: 0,
             hot: None,
             polls: 0,
@@ -107,6 +112,9 @@ impl ProgressEngine {
             self.last_check = now;
             self.check_paths(worker, context);
         }
+        if self.pinning.is_due(now) && worker.is_this_thread() {
+            self.choose_core(worker, context, now);
+        }
         if worked { Polled::Worked } else { Polled::Idle }
     }
 
@@ -114,8 +122,9 @@ impl ProgressEngine {
         let mut worked = worker.sleeper.take_keep_to_core();
         // A caller that polls inline may have added the first lane. Only the worker's own thread is pinned
         // here.
-        if worked && worker.thread_alone() && affinity::thread_id() == worker.thread_id() {
-            worker.keep_to_core(context);
+        if worked && worker.thread_alone() && worker.is_this_thread() {
+            // A plugin's threads inherit the affinity of the thread that starts them.
+            self.pinning.pin(worker.index, context.sleepers.len());
         }
         while let Some(command) = worker.commands.pop() {
             worked = true;
@@ -266,7 +275,8 @@ impl ProgressEngine {
         let has_lane = channel.has_lane();
         // This pass may end before it sends, and a post wakes only workers of channels that are known to have room.
         channel.publish_load();
-        self.slots[place] = Some(Slot { channel, waits_for: Interest::READ, polled: fd.is_none() });
+        let moved = channel.traffic();
+        self.slots[place] = Some(Slot { channel, waits_for: Interest::READ, polled: fd.is_none(), moved });
         if has_lane {
             worker.sleeper.add_lane();
             if context.sleepers.iter().all(|each| each.has_lanes()) {

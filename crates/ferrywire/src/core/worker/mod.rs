@@ -17,6 +17,7 @@
 mod engine;
 mod inline;
 mod lost;
+mod pinning;
 mod quiesce;
 mod release;
 
@@ -141,8 +142,6 @@ pub(crate) struct Worker {
     stuck: AtomicBool,
     /// Grows with each step of the owner, whether it moved bytes or only polled.
     steps: AtomicU64,
-    /// Whether the thread is pinned to one core.
-    kept: AtomicBool,
     spin: Spin,
 }
 
@@ -185,7 +184,6 @@ impl Worker {
             polled_by,
             stuck: AtomicBool::new(false),
             steps: AtomicU64::new(0),
-            kept: AtomicBool::new(false),
             spin,
         })
     }
@@ -222,6 +220,11 @@ impl Worker {
         {
             self.sleeper.wake();
         }
+    }
+
+    /// Whether the current thread is the worker's own.
+    fn is_this_thread(&self) -> bool {
+        affinity::thread_id() == self.thread_id()
     }
 
     /// Kernel id of the worker's thread; 0 before it runs.
@@ -278,9 +281,6 @@ impl Worker {
         signal::block_sigpipe();
         self.sleeper.set_thread(thread::current());
         self.thread_id.store(affinity::thread_id(), Ordering::SeqCst);
-        if self.polled_by != PolledBy::Thread {
-            self.keep_to_core(context);
-        }
         if let Err(error) = affinity::sharpen_timers(COPY_BACKOFF / 10) {
             tracing::debug!(%error, "cannot shorten the timer slack of a progress thread: its backoffs are longer");
         }
@@ -327,22 +327,6 @@ impl Worker {
         }
     }
 
-    /// Pins the thread if there is one worker per core. If both ends are on one host, the two threads of a
-    /// channel share a core, and the payload stays in its cache. A plugin's threads inherit the affinity of
-    /// the thread that starts them, so with lanes the pinning waits until every worker has some.
-    fn keep_to_core(&self, context: &Context) {
-        let cores = affinity::allowed_cores().unwrap_or_default();
-        if cores.len() != context.sleepers.len() {
-            return;
-        }
-        match affinity::pin_current_thread(cores[self.index]) {
-            Ok(()) => self.kept.store(true, Ordering::Relaxed),
-            Err(error) => {
-                tracing::debug!(%error, worker = self.index, "cannot pin a progress thread to its core")
-            }
-        }
-    }
-
     /// Polls until nothing is left to do. Returns true if a caller wants the engine, or the worker stops.
     fn drive_until_idle(&self, engine: &mut ProgressEngine, context: &Context) -> bool {
         let mut idle_since: Option<Instant> = None;
@@ -365,7 +349,7 @@ impl Worker {
                 continue;
             }
             let idle = idle_since.get_or_insert_with(Instant::now).elapsed();
-            if self.may_have_lanes() && !self.kept.load(Ordering::Relaxed) && engine.lanes_active() {
+            if self.may_have_lanes() && !engine.pinning.is_pinned() && engine.lanes_active() {
                 let rest = idle / BACKOFF_FRACTION;
                 if engine.lanes_in_bulk() {
                     self.back_off(engine, backoff);
