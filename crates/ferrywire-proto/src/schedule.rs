@@ -62,6 +62,14 @@ pub fn small_fill_bytes(cores: usize, threads: usize) -> u64 {
     if works_in_long_runs(cores, threads) { SMALL_FILL_BYTES_IN_LONG_RUNS } else { SMALL_FILL_BYTES }
 }
 
+/// Whether staging rings use half of their bytes while payload goes both ways.
+///
+/// All threads of both ends then share the cores, and the rings of many channels the cache: what falls out of it
+/// costs CPU time that no core has to spare. One way, more slots in each ring are worth more.
+pub fn has_short_rings(cores: usize, threads: usize, channels: usize) -> bool {
+    channels > FEW_CORES && threads >= cores
+}
+
 fn works_in_long_runs(cores: usize, threads: usize) -> bool {
     cores > FEW_CORES || has_spare_cores(cores, threads)
 }
@@ -299,6 +307,12 @@ mod tests {
             small_fill_bytes(8, 4) > small_fill_bytes(8, 5)
                 && small_fill_bytes(9, 9) > small_fill_bytes(8, 8)
         );
+    }
+
+    #[test]
+    fn rings_are_short_where_threads_share_cores_and_many_channels_the_cache() {
+        assert!(has_short_rings(16, 16, 16));
+        assert!(!has_short_rings(8, 8, 8) && !has_short_rings(32, 16, 16) && !has_short_rings(16, 16, 8));
     }
 
     #[test]

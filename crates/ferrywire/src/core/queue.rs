@@ -49,6 +49,8 @@ pub(crate) struct SendQueue {
     pub chunk_bytes: usize,
     /// Bytes of small operations in its window from which a channel counts as busy.
     pub small_fill_bytes: u64,
+    /// Whether staging rings use half of their bytes while payload goes both ways.
+    pub short_rings: bool,
     pub crc: bool,
     /// Number of times that the outbox was locked.
     #[cfg(test)]
@@ -75,6 +77,7 @@ impl SendQueue {
             read_room: ReadRoom::default(),
             chunk_bytes,
             small_fill_bytes,
+            short_rings: false,
             crc,
             #[cfg(test)]
             locks: AtomicUsize::new(0),

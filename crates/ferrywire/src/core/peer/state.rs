@@ -219,8 +219,10 @@ impl Drop for PeerHandle {
 
 impl PeerState {
     pub fn new(context: Arc<Context>, info: PeerInfo) -> PeerState {
-        let fill = schedule::small_fill_bytes(affinity::cores_with_time(), context.config.threads);
-        let queue = SendQueue::new(info.chunk_bytes, fill, info.crc);
+        let (cores, threads) = (affinity::cores_with_time(), context.config.threads);
+        let mut queue =
+            SendQueue::new(info.chunk_bytes, schedule::small_fill_bytes(cores, threads), info.crc);
+        queue.short_rings = schedule::has_short_rings(cores, threads, info.channels);
         PeerState {
             context,
             queue: if info.lanes { queue.with_lanes() } else { queue },

@@ -32,6 +32,7 @@ use std::thread;
 use crate::core::operation::Hold;
 use crate::core::peer::Landing;
 use ferrywire_memory::{InUse, LateCopies, MemoryLocation};
+use ferrywire_proto::limits;
 pub(crate) use messages::Messages;
 use pipeline::Unfinished;
 pub(crate) use prepared::Prepared;
@@ -47,6 +48,15 @@ pub(crate) struct Staging {
 }
 
 impl Staging {
+    /// Lets the rings use half of their bytes while both ways are in use, if `short_both_ways`, and else all.
+    pub fn fit_rings(&mut self, short_both_ways: bool) {
+        let is_used = |(_, used): (usize, usize)| used > 0;
+        let both_ways = is_used(self.sending.ring_bytes()) && is_used(self.receiving.ring_bytes());
+        let bytes = if short_both_ways && both_ways { limits::STAGING_SMALL_RING_BYTES } else { usize::MAX };
+        self.sending.keep_rings_within(bytes);
+        self.receiving.keep_rings_within(bytes);
+    }
+
     /// Whether copies are in flight. Their end raises no event, so a thread has to poll.
     pub fn copying(&self) -> bool {
         self.sending.copying() || self.receiving.active()

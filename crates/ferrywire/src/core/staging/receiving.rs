@@ -121,7 +121,7 @@ impl Receiving {
     pub fn open_part(&mut self) -> Option<(IoVec, bool)> {
         let current = self.current.as_mut()?;
         let lane = &mut self.lanes[current.lane];
-        let bytes = current.rest.min(limits::STAGING_PART_BYTES).min(lane.line.ring.len() / 4);
+        let bytes = current.rest.min(limits::STAGING_PART_BYTES).min(lane.line.ring.bound() / 4);
         let taken = lane.line.ring.take(bytes);
         self.stalled.set(taken.is_none());
         let offset = taken?;
@@ -340,6 +340,11 @@ impl Receiving {
     /// Bytes of pinned memory in use.
     pub fn pinned_bytes(&self) -> usize {
         self.lanes.iter().map(|lane| lane.line.pinned_bytes()).sum()
+    }
+
+    /// Lets payload use only the first `bytes` bytes of each ring from now on.
+    pub fn keep_rings_within(&mut self, bytes: usize) {
+        self.lanes.iter_mut().for_each(|lane| lane.line.ring.keep_within(bytes));
     }
 
     /// Size of the rings, and bytes of them that are taken.

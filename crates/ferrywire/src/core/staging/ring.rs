@@ -13,6 +13,8 @@ const ALIGN_BYTES: usize = 64;
 #[derive(Debug)]
 pub(super) struct Ring {
     len: usize,
+    /// New spans end before this.
+    bound: usize,
     /// Offset and aligned length of each span, oldest first, and whether it was returned before an older one.
     spans: VecDeque<(usize, usize, bool)>,
     used: usize,
@@ -20,12 +22,22 @@ pub(super) struct Ring {
 
 impl Ring {
     pub fn new(len: usize) -> Ring {
-        Ring { len, spans: VecDeque::new(), used: 0 }
+        Ring { len, bound: len, spans: VecDeque::new(), used: 0 }
     }
 
     /// Size of the ring in bytes.
     pub fn len(&self) -> usize {
         self.len
+    }
+
+    /// Lets new spans use only the first `bytes` bytes.
+    pub fn keep_within(&mut self, bytes: usize) {
+        self.bound = bytes.min(self.len);
+    }
+
+    /// Bytes that new spans may use.
+    pub fn bound(&self) -> usize {
+        self.bound
     }
 
     /// Bytes of spans that are taken, or returned before an older one.
@@ -74,16 +86,16 @@ impl Ring {
 
     fn place(&self, bytes: usize) -> Option<usize> {
         let (Some((tail, ..)), Some((last, len, _))) = (self.spans.front(), self.spans.back()) else {
-            return (bytes <= self.len).then_some(0);
+            return (bytes <= self.bound).then_some(0);
         };
         let head = last + len;
         if last < tail {
             // The spans wrap around: the free bytes lie between the newest and the oldest.
-            (head + bytes <= *tail).then_some(head)
-        } else if head + bytes <= self.len {
+            (head + bytes <= (*tail).min(self.bound)).then_some(head)
+        } else if head + bytes <= self.bound {
             Some(head)
         } else {
-            (bytes <= *tail).then_some(0)
+            (bytes <= (*tail).min(self.bound)).then_some(0)
         }
     }
 }
@@ -170,13 +182,28 @@ mod tests {
         assert_eq!(ring.take(1024), Some(0), "an empty ring is whole again");
     }
 
+    #[test]
+    fn spans_of_a_ring_that_is_cut_short_lie_in_its_first_part() {
+        let mut ring = Ring::new(4 * 512);
+        (0..3).for_each(|_| assert!(ring.take(512).is_some()));
+        ring.keep_within(2 * 512);
+        assert_eq!(ring.take(512), None, "the last quarter is beyond the bound");
+        ring.give_back();
+        assert_eq!((ring.take(512), ring.take(512)), (Some(0), None));
+        (0..2).for_each(|_| ring.give_back());
+        assert_eq!((ring.take(512), ring.take(512)), (Some(512), None));
+        ring.keep_within(8 * 512);
+        assert_eq!((ring.bound(), ring.take(512), ring.take(512)), (4 * 512, Some(2 * 512), Some(3 * 512)));
+    }
+
     proptest! {
         #[test]
-        fn spans_lie_inside_apart_and_aligned(steps: Vec<(bool, u16)>) {
+        fn spans_lie_inside_apart_and_aligned(steps: Vec<(bool, bool, u16)>) {
             let mut ring = Ring::new(64 << 10);
             let mut model: VecDeque<(usize, usize)> = VecDeque::new();
-            for (take, bytes) in steps {
+            for (take, whole, bytes) in steps {
                 let bytes = usize::from(bytes);
+                ring.keep_within(if whole { 64 << 10 } else { 32 << 10 });
                 if !take {
                     if model.pop_front().is_some() {
                         ring.give_back();
@@ -185,6 +212,7 @@ mod tests {
                 }
                 prop_assert_eq!(ring.fits(bytes), ring.take(bytes).is_some_and(|offset| {
                     model.push_back((offset, bytes.max(1)));
+                    assert!(offset + bytes <= ring.bound());
                     true
                 }));
                 for (at, (offset, len)) in model.iter().enumerate() {
@@ -194,7 +222,7 @@ mod tests {
                         prop_assert!(offset + len <= *other || other + more <= *offset);
                     }
                 }
-                prop_assert!(!model.is_empty(), "an empty ring takes anything");
+                prop_assert!(!model.is_empty() || bytes > ring.bound(), "an empty ring takes what is within its bound");
                 let used: usize = model.iter().map(|(_, len)| len.next_multiple_of(ALIGN_BYTES)).sum();
                 prop_assert_eq!(ring.used(), used);
             }

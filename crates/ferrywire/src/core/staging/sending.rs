@@ -192,6 +192,11 @@ impl Sending {
         self.lines.iter().map(Pipeline::pinned_bytes).sum()
     }
 
+    /// Lets frames use only the first `bytes` bytes of each ring from now on.
+    pub fn keep_rings_within(&mut self, bytes: usize) {
+        self.lines.iter_mut().for_each(|line| line.ring.keep_within(bytes));
+    }
+
     /// Size of the rings, and bytes of them that are taken.
     pub fn ring_bytes(&self) -> (usize, usize) {
         let rings = self.lines.iter().map(|line| &line.ring);
@@ -225,7 +230,7 @@ fn add_d2h(line: &mut Pipeline, entry: &Entry, mut host: usize) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{ALONE, alone};
+    use super::super::{ALONE, Staging, alone};
     use super::*;
     use crate::core::operation::{Hold, Op, Task, no_owner};
     use crate::core::queue::{Pull, SendQueue};
@@ -233,6 +238,7 @@ mod tests {
     use ferrywire_memory::{Gpu, Memory};
     use ferrywire_proto::operation::{Piece, Pieces};
     use ferrywire_proto::window::Window;
+    use ferrywire_sys::IoVec;
     use std::sync::Arc;
 
     /// Takes a frame that writes all of the memory, as a channel does.
@@ -263,6 +269,28 @@ mod tests {
         let dropped = queue.pull(None, window, sending, pull).dropped;
         assert!(dropped.is_empty());
         shared
+    }
+
+    #[test]
+    fn a_ring_is_cut_short_while_payload_comes_too() {
+        let gpu = SimGpu::open(10).unwrap();
+        let memory = Memory::private_on(&Gpu::Sim(gpu), 512 << 10).unwrap();
+        let (mut window, mut staging) =
+            (Window::new(limits::WINDOW_FRAMES_MAX, usize::MAX), Staging::default());
+        let taken = limits::STAGING_SMALL_RING_BYTES as u64 / memory.len();
+        for _ in 0..taken {
+            take(&memory, &mut window, &mut staging.sending);
+        }
+        let target = IoVec::new(memory.span(0, memory.len()).unwrap(), memory.len() as usize);
+        staging.receiving.begin(memory.location(), None, &mut vec![target]).unwrap();
+        assert!(staging.receiving.open_part().is_some());
+        let has_room = |staging: &mut Staging, short_both_ways| {
+            staging.fit_rings(short_both_ways);
+            staging.sending.has_room()
+        };
+        assert_eq!([false, true, false].map(|short| has_room(&mut staging, short)), [true, false, true]);
+        staging.receiving.break_off(None);
+        assert!(has_room(&mut staging, true), "payload goes one way");
     }
 
     /// Regression: when no list held the runs, each run cost a driver call.

@@ -159,6 +159,7 @@ impl Payload {
                 pulled
             }
             Payload::Staged(staged) => {
+                staged.fit_rings(queue);
                 let pulled = queue.pull(posted, window, staged.sending(), pull);
                 staged.begin_copies(window.from(first), queue);
                 pulled

@@ -306,6 +306,11 @@ impl StagedPayload {
         }
     }
 
+    /// Adapts the rings to the ways that payload takes now.
+    pub fn fit_rings(&mut self, queue: &SendQueue) {
+        self.staging.fit_rings(queue.short_rings);
+    }
+
     /// Whether copies are in flight, or received bytes wait for them.
     pub fn is_active(&self) -> bool {
         self.staging.copying() || self.holds_back()
@@ -357,6 +362,7 @@ impl Channel {
         if !staged.staging.receiving.active() && !staged.stalled {
             return Ok(false);
         }
+        staged.fit_rings(&self.peer.queue);
         staged.poll_received(&mut self.receiver);
         let mut worked = false;
         while let Payload::Staged(staged) = &mut self.payload
