@@ -130,7 +130,7 @@ pub const STAGING_SLOT_BYTES: usize = 1 << 20;
 /// Most runs that a channel's copier combines into one batch while other batches wait for it.
 pub const STAGING_LIST_RUNS: usize = 8192;
 /// Most bytes of a GPU's payload that are received by one call and copied at once; also at most a quarter of
-/// the ring.
+/// what the ring may use.
 pub const STAGING_PART_BYTES: usize = STAGING_SLOT_BYTES;
 /// Received bytes after which the receiver checks which copies are complete.
 pub const STAGING_POLL_BYTES: usize = 256 << 10;
@@ -146,6 +146,8 @@ pub const STAGING_IN_RING_BYTES: usize = 4 * STAGING_SLOT_BYTES;
 /// the peer has placed the bytes. Rings of twice this size do not stay in the cache: 16 channels between two
 /// GPUs then carry 12 to 22 % less, both directions together.
 pub const STAGING_OUT_RING_BYTES: usize = 4 * STAGING_SLOT_BYTES;
+/// Bytes that a ring may use where it is short; see [`has_short_rings`](crate::schedule::has_short_rings).
+pub const STAGING_SHORT_RING_BYTES: usize = 2 * STAGING_SLOT_BYTES;
 /// Size in bytes of each new ring once the process has [`STAGING_RINGS_BYTES`] of pinned memory.
 pub const STAGING_SMALL_RING_BYTES: usize = 2 * STAGING_SLOT_BYTES;
 /// Bytes of pinned memory through which short messages of one peer pass to a GPU.
@@ -364,6 +366,7 @@ const _: () = assert!(
         && STAGING_CHUNK_BYTES_MIN <= STAGING_BATCH_BYTES
         && STAGING_BATCH_BYTES <= STAGING_SLOT_BYTES
         && 2 * STAGING_SLOT_BYTES <= STAGING_SMALL_RING_BYTES
+        && 2 * STAGING_SLOT_BYTES <= STAGING_SHORT_RING_BYTES
 );
 const _: () = assert!(SMALL_BYTES_MAX <= STAGING_SLOT_BYTES as u64);
 const _: () = assert!(CHUNK_BYTES_MIN <= CHUNK_BYTES_DEFAULT);

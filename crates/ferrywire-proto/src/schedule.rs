@@ -56,22 +56,24 @@ pub fn spin(cores: usize, threads: usize) -> Spin {
 /// Bytes of small operations that make a channel busy, so that the next channel helps.
 ///
 /// Channels fill up in order. Few messages then keep few threads busy, and the other threads sleep. With many
-/// cores or spare ones, a thread that works seldom waits for its core, and works best on long runs. Elsewhere
-/// the two ends of a channel share a core, and alternate better in short ones.
+/// cores or spare ones, these threads rarely have to wait for a core, and work best on long runs. Elsewhere the
+/// two ends of a channel share a core, and alternate better in short ones.
 pub fn small_fill_bytes(cores: usize, threads: usize) -> u64 {
     if works_in_long_runs(cores, threads) { SMALL_FILL_BYTES_IN_LONG_RUNS } else { SMALL_FILL_BYTES }
 }
 
-/// Whether staging rings use half of their bytes while payload goes both ways.
+/// Whether staging rings use half of their bytes while payload goes in both directions between two ends of this
+/// host, over so many channels.
 ///
-/// All threads of both ends then share the cores, and the rings of many channels the cache: what falls out of it
-/// costs CPU time that no core has to spare. One way, more slots in each ring are worth more.
+/// Where the threads of both ends use all cores, each copy from memory that has left the cache takes time from
+/// another thread, and the rings of many channels do not fit into the cache. In one direction half of the rings
+/// is unused, and whole rings are better: a ring of two slots often waits for one of them.
 pub fn has_short_rings(cores: usize, threads: usize, channels: usize) -> bool {
-    channels > FEW_CORES && threads >= cores
+    threads >= cores && channels > FEW_CHANNELS
 }
 
 fn works_in_long_runs(cores: usize, threads: usize) -> bool {
-    cores > FEW_CORES || has_spare_cores(cores, threads)
+    has_spare_cores(cores, threads) || (cores > FEW_CORES && threads <= cores)
 }
 
 fn has_spare_cores(cores: usize, threads: usize) -> bool {
@@ -80,6 +82,8 @@ fn has_spare_cores(cores: usize, threads: usize) -> bool {
 
 /// Up to so many cores, all of them are busy at both ends of a fast transfer within a host.
 const FEW_CORES: usize = 8;
+/// The whole rings of so many channels, in both directions and at both ends, fit into the cache of a large host.
+const FEW_CHANNELS: usize = 8;
 
 /// Whether `bytes` in flight are several chunks for each channel.
 pub fn is_deep_bulk(bytes: u64, channels: usize) -> bool {
@@ -95,7 +99,7 @@ fn workers(cores: usize) -> usize {
     cores.clamp(1, 16)
 }
 
-/// What a progress thread moved: payload and headers in bytes, and frames with payload.
+/// What a channel or a thread moved: bytes of the stream, and frames other than acknowledgements.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
     /// Bytes sent.
@@ -109,7 +113,7 @@ pub struct Traffic {
 }
 
 impl Traffic {
-    /// The sum of two threads' traffic, or of two channels'.
+    /// The sum of the traffic of two channels.
     pub fn plus(self, other: Traffic) -> Traffic {
         Traffic {
             sent_bytes: self.sent_bytes.saturating_add(other.sent_bytes),
@@ -135,20 +139,20 @@ impl Traffic {
     }
 }
 
-/// How often a progress thread decides anew whether it keeps to one core.
-pub const CORE_CHECK_INTERVAL: Duration = Duration::from_millis(50);
+/// How often it is decided anew whether a progress thread is pinned.
+pub const PIN_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Whether each of so many threads always keeps to a core of its own, on a host with as many cores.
-pub fn always_keeps_to_core(threads: usize) -> bool {
+/// Whether each of so many threads is always pinned, on a host with as many cores.
+pub fn always_pins(threads: usize) -> bool {
     threads <= FEW_CORES
 }
 
-/// Whether a thread with `traffic` in the last `time` keeps to one core, the same as the thread at the other end
-/// of its channels.
+/// Whether a thread with `traffic` in the last `time` is pinned to the core of the thread at the other end of its
+/// channels.
 ///
 /// The two threads then alternate on the core, and the payload stays in its cache: less CPU time per byte. They
 /// cannot work at the same time, so shorter frames are slower in both directions at once, and the shortest always.
-pub fn keeps_to_core(traffic: Traffic, time: Duration) -> bool {
+pub fn pins(traffic: Traffic, time: Duration) -> bool {
     let Traffic { sent_bytes, sent_frames, received_bytes, received_frames } = traffic;
     let (more, less) = (sent_bytes.max(received_bytes), sent_bytes.min(received_bytes));
     let frames_of_more = if sent_bytes > received_bytes { sent_frames } else { received_frames };
@@ -156,7 +160,7 @@ pub fn keeps_to_core(traffic: Traffic, time: Duration) -> bool {
     let is_bulk = u128::from(traffic.bytes()) >= u128::from(BULK_RATE) * time.as_millis() / 1000;
     let one_way = less <= more / 8 && mean(more, frames_of_more) >= LONG_FRAME_BYTES;
     let both_ways = mean(traffic.bytes(), sent_frames + received_frames) >= LONG_FRAME_BYTES_BOTH_WAYS;
-    is_bulk && (one_way || both_ways)
+    !time.is_zero() && is_bulk && (one_way || both_ways)
 }
 
 /// Least bytes per second of a thread in bulk.
@@ -257,38 +261,35 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_keeps_to_its_core_in_bulk_of_long_frames() {
+    fn a_thread_is_pinned_in_bulk_of_long_frames() {
         let second = Duration::from_secs(1);
         let sends = |gigabytes: u64, frame: u64| Traffic {
             sent_bytes: gigabytes << 30,
             sent_frames: (gigabytes << 30) / frame,
             ..Traffic::default()
         };
-        let turned = |traffic: Traffic| Traffic {
+        let received = |traffic: Traffic| Traffic {
             received_bytes: traffic.sent_bytes,
             received_frames: traffic.sent_frames,
             ..Traffic::default()
         };
-        let both = |frame| sends(1, frame).plus(turned(sends(1, frame)));
-        for one_way in [sends(1, 64 << 10), turned(sends(1, 64 << 10)), sends(1, 1 << 20)] {
-            assert!(keeps_to_core(one_way, second));
-            assert!(!keeps_to_core(one_way, 20 * second), "the thread has little to do");
+        let both = |frame| sends(1, frame).plus(received(sends(1, frame)));
+        for one_way in [sends(1, 64 << 10), received(sends(1, 64 << 10)), sends(1, 1 << 20)] {
+            assert!(pins(one_way, second));
+            assert!(!pins(one_way, 20 * second), "the thread has little to do");
         }
-        assert!(
-            !keeps_to_core(sends(1, 4 << 10), second) && !keeps_to_core(turned(sends(1, 4 << 10)), second)
-        );
-        assert!(!keeps_to_core(both(64 << 10), second) && keeps_to_core(both(1 << 20), second));
+        assert!(!pins(sends(1, 4 << 10), second) && !pins(received(sends(1, 4 << 10)), second));
+        assert!(!pins(both(64 << 10), second) && pins(both(1 << 20), second));
         // The requests of reads are few bytes against their answers.
-        assert!(keeps_to_core(sends(8, 64 << 10).plus(turned(sends(1, 64))), second));
-        assert!(
-            !keeps_to_core(Traffic::default(), second) && !keeps_to_core(Traffic::default(), Duration::ZERO)
-        );
+        assert!(pins(sends(8, 64 << 10).plus(received(sends(1, 64))), second));
+        assert!(!pins(Traffic::default(), second) && !pins(Traffic::default(), Duration::ZERO));
     }
 
     #[test]
-    fn threads_wait_for_copies_for_long_only_where_others_have_cores() {
+    fn threads_wait_for_copies_for_long_where_cores_are_many_or_spare() {
         assert!(spin(8, 4).with_staging > spin(8, 5).with_staging);
         assert_eq!(spin(16, 16).with_staging, spin(32, 16).with_staging);
+        assert!(spin(16, 17).with_staging < spin(16, 16).with_staging);
         assert!(spin(17, 16).in_deep_bulk < spin(16, 16).in_deep_bulk);
         let usual = Spin { usual: SPIN_TIME, with_staging: SPIN_TIME, in_deep_bulk: SPIN_TIME };
         assert_eq!([spin(2, 1), spin(2, 2), spin(8, 8), spin(1, 0)], [usual; 4]);

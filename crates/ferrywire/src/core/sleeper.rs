@@ -47,7 +47,7 @@ pub(crate) struct Sleeper {
     /// Number of the worker's channels that have lanes.
     lanes: AtomicUsize,
     /// Whether the thread is asked to pin itself to its core at its next pass.
-    keep_to_core: AtomicBool,
+    to_pin: AtomicBool,
 }
 
 impl Sleeper {
@@ -64,7 +64,7 @@ impl Sleeper {
             dozes: AtomicBool::new(false),
             thread: OnceLock::new(),
             lanes: AtomicUsize::new(0),
-            keep_to_core: AtomicBool::new(false),
+            to_pin: AtomicBool::new(false),
         }
     }
 
@@ -212,19 +212,19 @@ impl Sleeper {
     }
 
     /// Asks the thread to pin itself to its core.
-    pub fn ask_to_keep_to_core(&self) {
-        self.keep_to_core.store(true, Ordering::SeqCst);
+    pub fn ask_to_pin(&self) {
+        self.to_pin.store(true, Ordering::SeqCst);
         self.rouse();
     }
 
     /// Whether the thread was asked to pin itself and has not done so.
-    pub fn is_to_keep_to_core(&self) -> bool {
-        self.keep_to_core.load(Ordering::SeqCst)
+    pub fn is_to_pin(&self) -> bool {
+        self.to_pin.load(Ordering::SeqCst)
     }
 
     /// Takes the request that the thread pin itself; true if there was one.
-    pub fn take_keep_to_core(&self) -> bool {
-        self.is_to_keep_to_core() && self.keep_to_core.swap(false, Ordering::SeqCst)
+    pub fn take_pin_request(&self) -> bool {
+        self.is_to_pin() && self.to_pin.swap(false, Ordering::SeqCst)
     }
 }
 

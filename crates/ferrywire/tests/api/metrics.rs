@@ -1,9 +1,9 @@
 //! What metrics say of peers: lost channels, their fences and their counters, and how full rings are.
 
 use crate::netns::Hosts;
-use crate::{LIMIT, Pair, pair};
+use crate::{LIMIT, Pair, builder, pair};
 use ferrywire::metrics::{OccupancySample, PeerSample, process};
-use ferrywire::{Endpoint, Region};
+use ferrywire::{Endpoint, Region, limits};
 use ferrywire_memory::sim::SimGpu;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -89,6 +89,36 @@ fn a_ring_for_payload_to_send_is_in_use_until_it_is_sent() {
     let source = pair.ends[0].alloc_sim(GPU, BYTES).unwrap();
     let target = pair.ends[1].alloc_host(BYTES).unwrap();
     ring_is_in_use_while_copies_stand_still(&pair, &gpu, &source, &target, 0, 0);
+}
+
+#[test]
+fn rings_are_short_while_payload_goes_in_both_directions_over_many_channels() {
+    const SMALL: usize = 50_000;
+    let _alone = alone();
+    let gpu = SimGpu::open(GPU).unwrap();
+    // Threads for all cores, and more channels than fit into a cache with whole rings.
+    let threads = std::thread::available_parallelism().unwrap().get().max(9);
+    let build = || builder().listen("127.0.0.1:0".parse().unwrap()).threads(threads).channels(9).build();
+    let ends = [build().unwrap(), build().unwrap()];
+    let near = ends[0].connect(ends[1].listen_addresses()[0], LIMIT).unwrap();
+    let far = ends[1].accept(LIMIT).unwrap();
+    let on_gpu = [0; 2].map(|_| ends[0].alloc_sim(GPU, SMALL).unwrap());
+    let on_host = [0; 2].map(|_| ends[1].alloc_host(SMALL).unwrap());
+    gpu.set_stall(true);
+    let sent = near.write(&on_gpu[0], 0, &on_host[0].descriptor(), 0, SMALL as u64).unwrap();
+    let mut received = Vec::new();
+    let short = limits::STAGING_SHORT_RING_BYTES as u64;
+    until("short rings", || {
+        if received.len() < 30 {
+            received.push(far.write(&on_host[1], 0, &on_gpu[1].descriptor(), 0, SMALL as u64).unwrap());
+        }
+        rings(&ends[0]).is_some_and(|rings| rings.map(|ring| ring.size) == [short; 2])
+    });
+    gpu.set_stall(false);
+    received.iter().chain([&sent]).for_each(|write| assert_eq!(write.wait(LIMIT), Ok(SMALL as u64)));
+    let sent = near.write(&on_gpu[0], 0, &on_host[0].descriptor(), 0, SMALL as u64).unwrap();
+    assert_eq!(sent.wait(LIMIT), Ok(SMALL as u64));
+    until("a whole ring", || rings(&ends[0]).unwrap()[0].size == limits::STAGING_OUT_RING_BYTES as u64);
 }
 
 /// A region that is dropped while the GPU may still write to it costs the channel.

@@ -166,7 +166,7 @@ impl Link {
             // Payload over lanes goes past the data connections. An end that requires protection has no lanes.
             protection: protection.filter(|_| backend.is_none()),
             same_host,
-            first_core: first_core(&role, me, &peer_hello),
+            core_offset: core_offset(&role, me, &peer_hello),
             lanes: backend.is_some(),
             transport,
             transport_reason,
@@ -451,9 +451,10 @@ fn closed_by_peer(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe)
 }
 
-/// The number by which both ends find the common core of a channel's threads. It is the accepting end's: the threads of
-/// several peers then share its cores one by one, and several processes of a host have different cores for few channels.
-fn first_core(role: &Role, me: &Hello, peer: &Hello) -> usize {
+/// Where both ends begin to count cores when they pin threads. It comes from the accepting end's identity. All peers of
+/// that end then agree on the core of each of its threads, and the first channels of several endpoints are on
+/// different cores.
+fn core_offset(role: &Role, me: &Hello, peer: &Hello) -> usize {
     let acceptor = if matches!(role, Role::Acceptor(_)) { me } else { peer };
     usize::from(u16::from_le_bytes([acceptor.identity[0], acceptor.identity[1]]))
 }

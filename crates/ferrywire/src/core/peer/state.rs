@@ -95,8 +95,8 @@ pub(crate) struct PeerInfo {
     /// How the data connections are protected; `None` in clear.
     pub protection: Option<Protection>,
     pub same_host: bool,
-    /// A number that both ends have: on one host, the two threads of a channel find their common core by it.
-    pub first_core: usize,
+    /// Where both ends begin to count cores when they pin the threads of their channels.
+    pub core_offset: usize,
     /// Whether payload goes over lanes beside the channels' connections.
     pub lanes: bool,
     /// The name of the payload's transport, and the reason where there was a choice.
@@ -222,7 +222,7 @@ impl PeerState {
         let (cores, threads) = (affinity::cores_with_time(), context.config.threads);
         let mut queue =
             SendQueue::new(info.chunk_bytes, schedule::small_fill_bytes(cores, threads), info.crc);
-        queue.short_rings = schedule::has_short_rings(cores, threads, info.channels);
+        queue.short_rings = info.same_host && schedule::has_short_rings(cores, threads, info.channels);
         PeerState {
             context,
             queue: if info.lanes { queue.with_lanes() } else { queue },

@@ -48,11 +48,12 @@ pub(crate) struct Staging {
 }
 
 impl Staging {
-    /// Lets the rings use half of their bytes while both ways are in use, if `short_both_ways`, and else all.
+    /// Lets rings use [`limits::STAGING_SHORT_RING_BYTES`] while payload goes in both directions, if
+    /// `short_both_ways`, and else all their bytes.
     pub fn fit_rings(&mut self, short_both_ways: bool) {
         let is_used = |(_, used): (usize, usize)| used > 0;
         let both_ways = is_used(self.sending.ring_bytes()) && is_used(self.receiving.ring_bytes());
-        let bytes = if short_both_ways && both_ways { limits::STAGING_SMALL_RING_BYTES } else { usize::MAX };
+        let bytes = if short_both_ways && both_ways { limits::STAGING_SHORT_RING_BYTES } else { usize::MAX };
         self.sending.keep_rings_within(bytes);
         self.receiving.keep_rings_within(bytes);
     }

@@ -347,10 +347,10 @@ impl Receiving {
         self.lanes.iter_mut().for_each(|lane| lane.line.ring.keep_within(bytes));
     }
 
-    /// Size of the rings, and bytes of them that are taken.
+    /// Bytes of the rings that may be used, and those that are taken.
     pub fn ring_bytes(&self) -> (usize, usize) {
         let rings = self.lanes.iter().map(|lane| &lane.line.ring);
-        rings.fold((0, 0), |(all, used), ring| (all + ring.len(), used + ring.used()))
+        rings.fold((0, 0), |(all, used), ring| (all + ring.bound(), used + ring.used()))
     }
 
     /// Ends all copying, as far as the GPUs finish it. Waiting frames are not placed. Returns the copies that

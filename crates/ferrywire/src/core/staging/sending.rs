@@ -195,12 +195,13 @@ impl Sending {
     /// Lets frames use only the first `bytes` bytes of each ring from now on.
     pub fn keep_rings_within(&mut self, bytes: usize) {
         self.lines.iter_mut().for_each(|line| line.ring.keep_within(bytes));
+        self.full.set(!self.has_room());
     }
 
-    /// Size of the rings, and bytes of them that are taken.
+    /// Bytes of the rings that may be used, and those that are taken.
     pub fn ring_bytes(&self) -> (usize, usize) {
         let rings = self.lines.iter().map(|line| &line.ring);
-        rings.fold((0, 0), |(all, used), ring| (all + ring.len(), used + ring.used()))
+        rings.fold((0, 0), |(all, used), ring| (all + ring.bound(), used + ring.used()))
     }
 
     /// Ends all copying, as far as the GPUs finish it.
@@ -289,8 +290,17 @@ mod tests {
             staging.sending.has_room()
         };
         assert_eq!([false, true, false].map(|short| has_room(&mut staging, short)), [true, false, true]);
+        assert!(!has_room(&mut staging, true));
+        staging.receiving.break_off(None);
+        let target = IoVec::new(memory.span(0, memory.len()).unwrap(), 512 << 10);
+        let part_bytes = |staging: &mut Staging| {
+            staging.receiving.begin(memory.location(), None, &mut vec![target]).unwrap();
+            staging.receiving.open_part().map(|(part, _)| part.len)
+        };
+        assert_eq!(part_bytes(&mut staging), Some(limits::STAGING_SHORT_RING_BYTES / 4));
         staging.receiving.break_off(None);
         assert!(has_room(&mut staging, true), "payload goes one way");
+        assert_eq!(part_bytes(&mut staging), Some(512 << 10));
     }
 
     /// Regression: when no list held the runs, each run cost a driver call.

@@ -34,6 +34,8 @@ pub(crate) struct ProgressEngine {
     pub(super) slots: Vec<Option<Slot>>,
     space: Workspace,
     pub(super) ready: Vec<PollEvent>,
+    /// Time of the last pass.
+    pub(super) now: Duration,
     last_check: Duration,
     pub(super) pinning: Pinning,
     /// Number of bytes moved so far, received and sent.
@@ -55,7 +57,7 @@ pub(super) struct Slot {
     pub(super) channel: Box<Channel>,
     pub(super) waits_for: Interest,
     pub(super) polled: bool,
-    /// What the channel had moved when the thread's core was last chosen.
+    /// What the channel had moved when it was last decided whether to pin the thread.
     pub(super) moved: Traffic,
 }
 
@@ -72,6 +74,7 @@ impl ProgressEngine {
             slots: Vec::new(),
             space: Workspace::new(),
             ready: Vec::new(),
+            now: Duration::ZERO,
             last_check: Duration::ZERO,
             pinning: Pinning::default(),
             moved: 0,
@@ -108,23 +111,20 @@ impl ProgressEngine {
             return Polled::Done;
         }
         let now = context.transport.now();
+        self.now = now;
         if now.saturating_sub(self.last_check) >= limits::PATH_CHECK_INTERVAL {
             self.last_check = now;
             self.check_paths(worker, context);
-        }
-        if self.pinning.is_due(now) && worker.is_this_thread() {
-            self.choose_core(worker, context, now);
         }
         if worked { Polled::Worked } else { Polled::Idle }
     }
 
     pub(super) fn run_commands(&mut self, worker: &Worker, context: &Context) -> bool {
-        let mut worked = worker.sleeper.take_keep_to_core();
-        // A caller that polls inline may have added the first lane. Only the worker's own thread is pinned
-        // here.
+        // Every worker has lanes now, and none had before.
+        let mut worked = worker.sleeper.take_pin_request();
+        // A caller that polls inline may have added the first lane: only the worker's own thread is pinned.
         if worked && worker.thread_alone() && worker.is_this_thread() {
-            // A plugin's threads inherit the affinity of the thread that starts them.
-            self.pinning.pin(worker.index, context.sleepers.len());
+            self.pinning.pin_for_good(worker.index, context.sleepers.len());
         }
         while let Some(command) = worker.commands.pop() {
             worked = true;
@@ -280,7 +280,7 @@ impl ProgressEngine {
         if has_lane {
             worker.sleeper.add_lane();
             if context.sleepers.iter().all(|each| each.has_lanes()) {
-                context.sleepers.iter().for_each(|each| each.ask_to_keep_to_core());
+                context.sleepers.iter().for_each(|each| each.ask_to_pin());
             }
         }
         if let Some(fd) = fd

@@ -31,7 +31,7 @@ pub(super) const SPIN: Duration = Duration::from_micros(50);
 const BULK_SPIN: Duration = Duration::from_micros(200);
 /// Longest time for which a caller spins for an engine that the thread is about to release.
 const CLAIM: Duration = Duration::from_millis(2);
-/// Bytes that a waiting caller moves before it hands the rest to the thread, which is pinned to a core.
+/// Bytes that a waiting caller moves before it hands the rest to the thread, which may be pinned.
 const DRIVE_BYTES: u64 = 4 << 20;
 /// Largest operation, in bytes, that may wait to be sent together with others.
 const DEFERRED_BYTES_MAX: u64 = 4 << 10;
@@ -185,7 +185,7 @@ impl Workers {
         if company && bytes <= DEFERRED_BYTES_MAX && home.sleeper().may_leave_behind() {
             return;
         }
-        // Bulk is left to threads that are pinned to their cores.
+        // Bulk is left to the threads, which may be pinned.
         let is_for_threads = peer.in_bulk() && !context.is_caller_driven();
         if is_for_threads && bytes <= SMALL_BYTES_MAX {
             if peer.queue.has_work_beside_bulk() {

@@ -6,7 +6,7 @@
 //!
 //! A worker thread's states: `running -> in poll -> running`, and `running -> parked -> running` while
 //! callers poll inline. A running thread without work spins with yields for a moment and then sleeps in the
-//! kernel, so that an idle endpoint uses no CPU. On a large host it does not spin while enough bytes are in
+//! kernel, so that an idle endpoint uses no CPU. Where cores are spare it does not spin while enough bytes are in
 //! flight. A parked thread wakes every [`TICK`] and takes over when no caller has polled.
 //!
 //! Invariants: threads only try to take the engine's lock and never wait for it, so no thread blocks behind an
@@ -204,7 +204,7 @@ impl Worker {
 
     /// Whether commands wait to be run.
     fn has_commands(&self) -> bool {
-        !self.commands.is_empty() || self.sleeper.is_to_keep_to_core()
+        !self.commands.is_empty() || self.sleeper.is_to_pin()
     }
 
     /// The part of the worker that wakes it.
@@ -335,7 +335,9 @@ impl Worker {
             if self.wanted.load(Ordering::SeqCst) > 0 || self.stop.load(Ordering::Relaxed) {
                 return true;
             }
-            if engine.poll_once(self, context, &mut || false) == Polled::Worked {
+            let polled = engine.poll_once(self, context, &mut || false);
+            engine.pin_or_unpin(self, context);
+            if polled == Polled::Worked {
                 (idle_since, backoff) = (None, BACKOFF);
                 continue;
             }

@@ -1,10 +1,11 @@
-//! Keeps a worker's thread to one core while that saves CPU time.
+//! Pins a worker's thread to a core while that saves CPU time.
 //!
-//! Only where the endpoint has one worker per core. With few cores that is always. With many, the rule is
-//! `schedule::keeps_to_core`, for transfers within this host: the two threads of a channel find the same core. A worker
-//! with lanes is pinned once and stays so, since a plugin's threads inherit the affinity of the thread that starts them.
+//! Only where the endpoint has one worker per core. With few cores the thread is pinned for good. With many, the rule is
+//! `schedule::pins`, for transfers within this host: if both ends have as many workers and the same cores, the two threads
+//! of a channel are on the same one. Workers with lanes are pinned once every worker has some: a plugin's threads inherit
+//! the affinity of the thread that starts them.
 //!
-//! Invariant: a thread pins only itself, and gets back the cores that it had.
+//! Invariant: a thread pins only itself. Cores that a user gives it are left to it.
 //! Read next: proto `schedule.rs`, the rule.
 
 use super::engine::ProgressEngine;
@@ -18,51 +19,53 @@ use std::time::Duration;
 /// Where the thread of a worker may run.
 #[derive(Default)]
 pub(super) struct Pinning {
-    /// When the core was last chosen.
-    chosen: Option<Duration>,
+    /// When it was last decided.
+    decided: Option<Duration>,
+    /// Whether no more is to be decided.
+    is_final: bool,
     pinned: Option<Pinned>,
 }
 
 struct Pinned {
-    core: usize,
+    /// The core, as an index of `cores`.
+    index: usize,
     /// The cores that the thread may use when it is not pinned.
     cores: Vec<usize>,
 }
 
 impl Pinning {
-    /// Whether it is time to choose the thread's core anew.
-    pub fn is_due(&self, now: Duration) -> bool {
-        self.chosen.is_none_or(|chosen| now.saturating_sub(chosen) >= schedule::CORE_CHECK_INTERVAL)
-    }
-
     pub fn is_pinned(&self) -> bool {
         self.pinned.is_some()
     }
 
-    /// Pins the current thread to one of the cores that it may use, the one at `place`, if there is one for each of
-    /// `workers` threads.
-    pub fn pin(&mut self, place: usize, workers: usize) {
-        let cores = match self.pinned.take() {
-            Some(pinned) => pinned.cores,
-            None => affinity::allowed_cores().unwrap_or_default(),
-        };
-        if cores.len() != workers || workers < 2 {
+    /// Pins the current thread for good, if each of `workers` threads has a core.
+    pub fn pin_for_good(&mut self, index: usize, workers: usize) {
+        self.is_final = true;
+        self.pin(index, workers);
+    }
+
+    /// Pins the current thread to the core with this index of those that it may use, if each of `workers` threads has one.
+    fn pin(&mut self, index: usize, workers: usize) {
+        let index = index % workers;
+        if self.pinned.as_ref().is_some_and(|pinned| pinned.index == index) {
             return;
         }
-        let core = cores[place % workers];
-        match affinity::keep_current_thread_to(&[core]) {
-            Ok(()) => self.pinned = Some(Pinned { core, cores }),
-            Err(error) => tracing::debug!(%error, core, "cannot pin a progress thread to its core"),
+        self.unpin();
+        let cores = affinity::allowed_cores().unwrap_or_default();
+        if cores.len() != workers {
+            return;
+        }
+        match affinity::keep_current_thread_to(&[cores[index]]) {
+            Ok(()) => self.pinned = Some(Pinned { index, cores }),
+            Err(error) => tracing::debug!(%error, core = cores[index], "cannot pin a progress thread"),
         }
     }
 
     /// Lets the current thread use all its cores again.
     fn unpin(&mut self) {
-        let Some(pinned) = self.pinned.take() else { return };
-        // Cores that a user has given the thread since are left to it.
-        if affinity::allowed_cores().is_ok_and(|cores| cores == [pinned.core])
-            && let Err(error) = affinity::keep_current_thread_to(&pinned.cores)
-        {
+        let Some(Pinned { index, cores }) = self.pinned.take() else { return };
+        let is_ours = affinity::allowed_cores().is_ok_and(|now| now == [cores[index]]);
+        if is_ours && let Err(error) = affinity::keep_current_thread_to(&cores) {
             tracing::debug!(%error, "cannot give a progress thread its cores back");
         }
     }
@@ -70,33 +73,123 @@ impl Pinning {
 
 impl ProgressEngine {
     /// Pins the current thread, the worker's own, or not, by what its channels have moved since the last time.
-    pub(super) fn choose_core(&mut self, worker: &Worker, context: &Context, now: Duration) {
-        let time = now.saturating_sub(self.pinning.chosen.replace(now).unwrap_or(now));
-        if worker.polled_by == PolledBy::Thread || worker.sleeper().has_lanes() {
+    pub(super) fn pin_or_unpin(&mut self, worker: &Worker, context: &Context) {
+        let (now, pinning) = (self.now, &mut self.pinning);
+        let time = pinning.decided.map(|decided| now.saturating_sub(decided));
+        if pinning.is_final || time.is_some_and(|time| time < schedule::PIN_INTERVAL) {
             return;
         }
+        pinning.decided = Some(now);
         let workers = context.sleepers.len();
-        if schedule::always_keeps_to_core(workers) {
-            if !self.pinning.is_pinned() {
-                self.pinning.pin(worker.index, workers);
-            }
-            return;
+        if worker.polled_by != PolledBy::Thread && schedule::always_pins(workers) {
+            return pinning.pin_for_good(worker.index, workers);
         }
-        let mut all = Traffic::default();
-        let mut busiest = (0, None);
-        for slot in self.slots.iter_mut().flatten() {
+        let recent = self.slots.iter_mut().flatten().map(|slot| {
             let moved = slot.channel.traffic();
-            let recent = moved.since(mem::replace(&mut slot.moved, moved));
-            all = all.plus(recent);
-            if recent.bytes() > busiest.0 {
-                busiest = (recent.bytes(), Some(&slot.channel.peer.info));
+            let peer = &slot.channel.peer.info;
+            let index = peer.same_host.then(|| worker.index.wrapping_add(peer.core_offset) % workers);
+            (moved.since(mem::replace(&mut slot.moved, moved)), index)
+        });
+        let current = pinning.pinned.as_ref().map(|pinned| pinned.index);
+        match core_for(recent, current, time.unwrap_or_default()) {
+            Some(index) if worker.polled_by != PolledBy::Thread && !worker.sleeper().has_lanes() => {
+                pinning.pin(index, workers);
             }
+            _ => pinning.unpin(),
         }
-        match busiest.1 {
-            Some(peer) if peer.same_host && schedule::keeps_to_core(all, time) => {
-                self.pinning.pin(worker.index.wrapping_add(peer.first_core), workers);
+    }
+}
+
+/// The core to pin a thread to, given what each of its channels has moved in `time`, and the core that it would share with
+/// the channel's other end if that is on this host.
+fn core_for(
+    recent: impl Iterator<Item = (Traffic, Option<usize>)>,
+    current: Option<usize>,
+    time: Duration,
+) -> Option<usize> {
+    let (mut here, mut elsewhere) = (Traffic::default(), 0);
+    let (mut busiest, mut busiest_bytes, mut current_bytes) = (None, 0, 0);
+    for (traffic, core) in recent {
+        let bytes = traffic.bytes();
+        if core.is_none() {
+            elsewhere += bytes;
+            continue;
+        }
+        here = here.plus(traffic);
+        if bytes > busiest_bytes {
+            (busiest, busiest_bytes) = (core, bytes);
+        }
+        if core == current {
+            current_bytes += bytes;
+        }
+    }
+    if here.bytes() < elsewhere || !schedule::pins(here, time) {
+        return None;
+    }
+    // Among peers with about as much, a change of core would only cost.
+    if 2 * current_bytes >= busiest_bytes { current } else { busiest }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    /// Bulk of 1 MiB frames that a channel sends.
+    fn bulk(mebibytes: u64) -> Traffic {
+        Traffic { sent_bytes: mebibytes << 20, sent_frames: mebibytes, ..Traffic::default() }
+    }
+
+    #[test]
+    fn a_thread_joins_the_busiest_peer_of_this_host_and_stays() {
+        let choose =
+            |recent: &[(Traffic, Option<usize>)], current| core_for(recent.iter().copied(), current, SECOND);
+        assert_eq!(choose(&[(bulk(300), Some(3)), (bulk(500), Some(5))], None), Some(5));
+        assert_eq!(choose(&[(bulk(300), Some(3)), (bulk(500), Some(5))], Some(3)), Some(3));
+        assert_eq!(choose(&[(bulk(200), Some(3)), (bulk(500), Some(5))], Some(3)), Some(5));
+        assert_eq!(
+            choose(&[(bulk(200), Some(3)), (bulk(200), Some(3)), (bulk(500), Some(5))], Some(3)),
+            Some(3)
+        );
+        assert_eq!(choose(&[], Some(3)), None);
+    }
+
+    #[test]
+    fn other_hosts_pin_no_thread() {
+        let choose = |recent: &[(Traffic, Option<usize>)]| core_for(recent.iter().copied(), None, SECOND);
+        assert_eq!(choose(&[(bulk(500), None)]), None);
+        assert_eq!(choose(&[(bulk(300), Some(3)), (bulk(200), None), (bulk(200), None)]), None);
+        assert_eq!(choose(&[(bulk(300), Some(3)), (bulk(200), None)]), Some(3));
+        assert_eq!(choose(&[(bulk(50), Some(3)), (bulk(49), None)]), None, "too little here");
+    }
+
+    #[test]
+    fn a_thread_gets_its_cores_back_unless_a_user_has_given_it_others() {
+        let all = affinity::allowed_cores().unwrap();
+        let work = move || {
+            let allowed = || affinity::allowed_cores().unwrap();
+            let mut pinning = Pinning::default();
+            pinning.pin(all.len(), all.len() + 1);
+            assert_eq!((pinning.is_pinned(), allowed()), (false, all.clone()), "not a core for each thread");
+            for index in [0, all.len() - 1] {
+                pinning.pin(index + all.len(), all.len());
+                assert_eq!((pinning.is_pinned(), allowed()), (true, vec![all[index]]));
             }
-            _ => self.pinning.unpin(),
-        }
+            pinning.unpin();
+            assert_eq!((pinning.is_pinned(), allowed()), (false, all.clone()));
+            if let [first, .., last] = all[..] {
+                for given in [vec![first], vec![first, last]] {
+                    pinning.pin(all.len() - 1, all.len());
+                    affinity::keep_current_thread_to(&given).unwrap();
+                    pinning.pin(all.len() - 1, all.len());
+                    assert_eq!(allowed(), given);
+                    pinning.unpin();
+                    assert_eq!(allowed(), given);
+                    affinity::keep_current_thread_to(&all).unwrap();
+                }
+            }
+        };
+        std::thread::spawn(work).join().unwrap();
     }
 }

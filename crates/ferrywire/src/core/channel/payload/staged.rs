@@ -306,7 +306,7 @@ impl StagedPayload {
         }
     }
 
-    /// Adapts the rings to the ways that payload takes now.
+    /// Adapts the rings to the directions in which payload goes now.
     pub fn fit_rings(&mut self, queue: &SendQueue) {
         self.staging.fit_rings(queue.short_rings);
     }
