@@ -10,7 +10,7 @@ use ferrywire::{Error, MemoryLocation};
 use pyo3::buffer::PyUntypedBuffer;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyCapsule, PyDict};
+use pyo3::types::{PyCapsule, PyDict, PyMemoryView};
 
 use crate::dlpack;
 use crate::errors::usage;
@@ -119,6 +119,9 @@ impl View {
             Ok(buffer) => return of_buffer(what, py, buffer),
             Err(error) => error,
         };
+        if let Ok(buffer) = completed_buffer(object) {
+            return of_buffer(what, py, buffer);
+        }
         if object.hasattr(intern!(py, "__dlpack__"))? {
             return of_dlpack(what, object);
         }
@@ -142,6 +145,17 @@ impl View {
 /// crashes when it follows one.
 const OBJECTS: &str = "the array has elements that are Python objects, whose bytes are pointers of this process: use an \
                        element type of numbers";
+
+/// The buffer of an object that leaves out what the protocol lets it leave out: strides, as arrays of ctypes do, or the
+/// shape of a single element.
+fn completed_buffer(object: &Bound<'_, PyAny>) -> PyResult<PyUntypedBuffer> {
+    let py = object.py();
+    let view = PyMemoryView::from(object)?;
+    if view.getattr(intern!(py, "ndim"))?.extract::<usize>()? > 0 {
+        return PyUntypedBuffer::get(&view);
+    }
+    PyUntypedBuffer::get(&view.call_method1(intern!(py, "cast"), ("B",))?)
+}
 
 fn of_buffer(what: &str, py: Python<'_>, buffer: PyUntypedBuffer) -> PyResult<View> {
     if has_objects(buffer.format().to_bytes()) {

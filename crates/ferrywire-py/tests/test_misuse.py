@@ -46,6 +46,7 @@ OBJECTS = {
     "view": lambda: memoryview(np.array([None])),
     "py_object": lambda: memoryview((ctypes.py_object * 4)()),
     "structure": lambda: memoryview((WithAnObject * 2)()),
+    "py_object of ctypes": lambda: (ctypes.py_object * 4)(),
 }
 
 
@@ -71,6 +72,14 @@ def test_arrays_of_objects_are_neither_shared_nor_fetched_into(pair: Pair):
 def test_the_letter_of_objects_in_a_name_is_no_object(pair: Pair):
     named = np.zeros(3, np.dtype([("O", "i4"), ("Of", "f8")]))
     assert pair.near.register(named).nbytes == 36
+
+
+def test_buffers_that_leave_strides_or_shape_out_are_registered(pair: Pair):
+    """Regression: they had no memory that could be registered, said the error."""
+    for source, got in (((ctypes.c_int * 3)(1, 2, 3), (ctypes.c_int * 3)()), (ctypes.c_double(1.5), ctypes.c_double())):
+        target = pair.target(got)
+        assert pair.to_far.write(pair.near.register(source), target).wait(LIMIT) == ctypes.sizeof(source)
+        assert bytes(got) == bytes(source)
 
 
 class OnGpu:
