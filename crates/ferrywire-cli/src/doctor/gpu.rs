@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use ferrywire_host::topology::{Locality, PciPath, Plan, PlanError, PlanOptions, Topology};
+use ferrywire_host::topology::{Gpu, Locality, PciAddress, PciPath, Plan, PlanError, PlanOptions, Topology};
 
 use super::driver::Driver;
 use super::files::{line, number};
@@ -40,8 +40,10 @@ pub struct Link {
 /// `nvidia-smi`'s report on a GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SmiRow {
-    /// The GPU's index.
-    pub gpu: String,
+    /// The GPU's index among all of the host, which is not the driver's where `CUDA_VISIBLE_DEVICES` is set.
+    pub index: String,
+    /// The GPU's PCI address.
+    pub address: String,
     /// Persistence mode: `Enabled` or `Disabled`.
     pub persistence: String,
     /// A number, or text if the GPU does not count errors.
@@ -53,7 +55,7 @@ impl Gpus {
     pub fn read(driver: Driver, topology: &Topology, nvidia_smi: &dyn Fn(&[&str]) -> Option<String>) -> Gpus {
         let devices = topology.gpus.iter().chain(&topology.hidden_gpus).filter_map(|gpu| gpu.pci.as_ref());
         let devices = devices.chain(topology.nics.iter().filter_map(|nic| nic.pci.as_ref()));
-        let query = ["--query-gpu=index,persistence_mode,ecc.errors.uncorrected.volatile.total"];
+        let query = ["--query-gpu=index,pci.bus_id,persistence_mode,ecc.errors.uncorrected.volatile.total"];
         let works = matches!(driver, Driver::Works(..));
         let asked = works.then(|| nvidia_smi(&[query[0], "--format=csv,noheader"])).flatten();
         Gpus {
@@ -78,7 +80,12 @@ fn link(pci: &PciPath) -> Option<Link> {
 fn parse_smi(text: &str) -> Vec<SmiRow> {
     let row = |line: &str| {
         let mut parts = line.split(", ").map(|part| part.trim().to_owned());
-        Some(SmiRow { gpu: parts.next()?, persistence: parts.next()?, uncorrected_errors: parts.next()? })
+        Some(SmiRow {
+            index: parts.next()?,
+            address: parts.next()?,
+            persistence: parts.next()?,
+            uncorrected_errors: parts.next()?,
+        })
     };
     text.lines().filter_map(row).collect()
 }
@@ -104,7 +111,7 @@ pub fn judge(gpus: &Gpus, topology: &Topology, options: &PlanOptions) -> Vec<Fin
             Finding::ok("hidden-gpus", "GPUs", evidence).at(Level::Note).fix("check CUDA_VISIBLE_DEVICES"),
         );
     }
-    gpus.smi.iter().for_each(|smi| found.extend(health(smi)));
+    gpus.smi.iter().for_each(|smi| found.extend(health(smi, topology)));
     found.extend(links(gpus, topology));
     found.extend(locality(topology, options));
     found.extend(reach(topology));
@@ -143,8 +150,19 @@ fn driver(gpus: &Gpus, topology: &Topology) -> Finding {
     }
 }
 
-fn health(smi: &SmiRow) -> [Finding; 2] {
-    let subject = format!("GPU {}", smi.gpu);
+/// A GPU of `nvidia-smi` by the number that it has for this process.
+fn name(smi: &SmiRow, topology: &Topology) -> String {
+    let address = smi.address.parse::<PciAddress>().ok();
+    let is_it = |gpu: &&Gpu| gpu.pci.as_ref().map(|pci| pci.address) == address;
+    match (address, topology.gpus.iter().find(is_it)) {
+        (None, _) => format!("GPU {}", smi.index),
+        (Some(_), Some(gpu)) => format!("GPU {}", gpu.index),
+        (Some(address), None) => format!("GPU at {address}, hidden from this process"),
+    }
+}
+
+fn health(smi: &SmiRow, topology: &Topology) -> [Finding; 2] {
+    let subject = name(smi, topology);
     let mode =
         Finding::ok("persistence", &subject, format!("nvidia-smi: persistence mode {}", smi.persistence));
     let mode = if smi.persistence == "Disabled" {
@@ -294,7 +312,7 @@ mod tests {
             links: [("0000:01:00.0", link.clone()), ("0000:02:00.0", link)]
                 .map(|(name, link)| (name.to_owned(), link))
                 .into(),
-            smi: parse_smi("0, Enabled, 0\n"),
+            smi: parse_smi("0, 00000000:01:00.0, Enabled, 0\n"),
         }
     }
 
@@ -353,12 +371,27 @@ mod tests {
         assert_eq!(of(&good(), &alone, "gpu-nics"), [Level::Warn]);
     }
 
+    /// Regression: with `CUDA_VISIBLE_DEVICES=3` the errors of GPU 3 were those of another one in all other findings.
+    #[test]
+    fn a_gpu_has_one_number_in_all_findings() {
+        let smi = parse_smi("2, 00000000:03:00.0, Enabled, 7\n3, 00000000:01:00.0, Enabled, 0\n");
+        let found = judge(&Gpus { smi, ..good() }, &host(), &PlanOptions::default());
+        let subject = |id: &str| -> Vec<_> {
+            found.iter().filter(|finding| finding.id == id).map(|finding| finding.subject.as_str()).collect()
+        };
+        assert_eq!(subject("ecc"), ["GPU at 0000:03:00.0, hidden from this process", "GPU 0"]);
+        assert!(subject("pcie-link").contains(&"GPU 0"));
+    }
+
     #[test]
     fn the_output_of_nvidia_smi_counts() {
         let smi = |text: &str| Gpus { smi: parse_smi(text), ..good() };
-        assert_eq!(of(&smi("0, Disabled, [N/A]\n"), &host(), "persistence"), [Level::Note]);
-        assert_eq!(of(&smi("0, Disabled, [N/A]\n"), &host(), "ecc"), [Level::Ok]);
-        assert_eq!(of(&smi("0, Enabled, 3\n1, Enabled, 0\n"), &host(), "ecc"), [Level::Warn, Level::Ok]);
+        assert_eq!(of(&smi("0, 00000000:01:00.0, Disabled, [N/A]\n"), &host(), "persistence"), [Level::Note]);
+        assert_eq!(of(&smi("0, 00000000:01:00.0, Disabled, [N/A]\n"), &host(), "ecc"), [Level::Ok]);
+        assert_eq!(
+            of(&smi("0, 00000000:01:00.0, Enabled, 3\n1, 00000000:02:00.0, Enabled, 0\n"), &host(), "ecc"),
+            [Level::Warn, Level::Ok]
+        );
         assert_eq!(of(&Gpus { mps: true, ..good() }, &host(), "mps"), [Level::Note]);
         let hidden = Topology { hidden_gpus: host().gpus, ..host() };
         assert_eq!(of(&good(), &hidden, "hidden-gpus"), [Level::Note]);

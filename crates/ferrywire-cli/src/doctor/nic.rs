@@ -2,6 +2,8 @@
 //!
 //! Invariant: [`judge`] reads nothing; a value that is `None` is not reported by the driver. Read next: `finding.rs`.
 
+use std::collections::BTreeMap;
+
 use ferrywire_devmem::sys::ethtool::{Ethtool, Feature};
 use ferrywire_host::topology::{Nic, Topology};
 
@@ -123,8 +125,17 @@ fn is_used(topology: &Topology, nic: &Nic) -> bool {
 
 /// Speed of all NICs together, in Mbit/s.
 pub fn total_mbps(topology: &Topology) -> u32 {
-    let fast = topology.nics.iter().filter(|nic| nic.device && is_used(topology, nic));
-    fast.filter_map(|nic| nic.speed_mbps).fold(0, u32::saturating_add)
+    let mut speeds: BTreeMap<&str, (u32, u32)> = BTreeMap::new();
+    for nic in topology.nics.iter().filter(|nic| nic.device && is_used(topology, nic)) {
+        // The kernel reports the speed of a bond, which is that of one part where the others are standby.
+        let whole = upper(topology, nic).unwrap_or(nic);
+        let of_parts = speeds.entry(&whole.name).or_insert((0, whole.speed_mbps.unwrap_or(u32::MAX)));
+        of_parts.0 = of_parts.0.saturating_add(nic.speed_mbps.unwrap_or(0));
+    }
+    speeds
+        .values()
+        .map(|(of_parts, of_whole)| of_parts.min(of_whole))
+        .fold(0, |sum, each| sum.saturating_add(*each))
 }
 
 fn whole_host(topology: &Topology, settings: &dyn Fn(&str) -> Settings, named: &[String]) -> Vec<Finding> {
@@ -372,9 +383,13 @@ mod tests {
     fn the_parts_of_a_bond_count() {
         let part = |name| Nic { addresses: Vec::new(), ..nic(name) };
         let lower = vec!["eth1".to_owned(), "eth2".to_owned()];
-        let bond = Nic { device: false, lower, ..nic("bond0") };
+        let bond = Nic { device: false, lower, speed_mbps: Some(200_000), ..nic("bond0") };
         let topology = host(vec![bond, part("eth1"), part("eth2"), part("eth3")]);
         assert_eq!(total_mbps(&topology), 200_000);
+        // Regression: the standby part of a bond counted.
+        let mut with_standby = topology.clone();
+        with_standby.nics[0].speed_mbps = Some(100_000);
+        assert_eq!(total_mbps(&with_standby), 100_000);
         let vlan = Nic { device: false, lower: vec!["bond0".to_owned()], ..nic("bond0.7") };
         let mut stacked = topology.clone();
         stacked.nics[0].addresses.clear();
