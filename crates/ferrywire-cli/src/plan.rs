@@ -124,7 +124,7 @@ fn resolve(flag: &str, text: &str) -> Outcome<Vec<SocketAddr>> {
 }
 
 /// The host and port of an address, with the default port if it has none. Nothing is looked up.
-fn with_port(flag: &str, text: &str) -> Outcome<String> {
+pub fn with_port(flag: &str, text: &str) -> Outcome<String> {
     let bare: Result<IpAddr, _> = text.trim_matches(['[', ']']).parse();
     if let Ok(ip) = bare {
         return Ok(SocketAddr::new(ip, PORT_DEFAULT).to_string());

@@ -89,12 +89,20 @@ fn refusals() -> (Vec<String>, Vec<String>) {
         (&["topo"], &[]),
     ];
     let said = lines.into_iter().filter_map(|(line, more)| refusal(&[&["ferrywire"], line, more].concat()));
+    let said = said.chain(refused_address("listen"));
     let (stays, alone): (Vec<_>, Vec<_>) = said.partition(|refusal| matches!(refusal, Refusal::Stays(_)));
     let lines = |refusals: Vec<Refusal>| {
         let first = |(Refusal::Stays(why) | Refusal::Alone(why))| why.lines().next().map(str::to_owned);
         refusals.into_iter().filter_map(first).collect::<BTreeSet<_>>().into_iter().collect()
     };
     (lines(stays), lines(alone))
+}
+
+/// The error about the address in the variable of an option. No name is looked up.
+fn refused_address(option: &str) -> Option<Refusal> {
+    let address = std::env::var(args::variable(option)).ok()?;
+    let refused = plan::with_port(&format!("--{option}"), &address).err()?;
+    Some(Refusal::Alone(refused.message()))
 }
 
 /// Why a command line is refused.

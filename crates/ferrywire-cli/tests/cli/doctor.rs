@@ -260,6 +260,7 @@ fn variables_with_which_bench_does_not_begin_are_reported() {
         ("FERRYWIRE_CONFIG", "/nonexistent", "--config /nonexistent: ", "fail"),
         ("FERRYWIRE_SECRET_FILE", "/nonexistent", "--secret-file /nonexistent: ", "fail"),
         ("FERRYWIRE_PEERS", "3", "--peers", "warn"),
+        ("FERRYWIRE_LISTEN", "10.0.0.2:eth0", "--listen 10.0.0.2:eth0: not an address", "warn"),
     ];
     for (name, value, words, level) in cases {
         let output = run_within(TIMEOUT_DEFAULT, doctor("--json").env(name, value));
@@ -267,8 +268,11 @@ fn variables_with_which_bench_does_not_begin_are_reported() {
         assert_eq!(finding["level"], level, "{name}: {finding}");
         assert!(finding["evidence"].as_str().is_some_and(|text| text.contains(words)), "{name}: {finding}");
     }
-    let fit = doctor("--json").env("FERRYWIRE_SECRET", SECRET).env("FERRYWIRE_DEPTH", "2").output();
-    assert_eq!(findings(&fit.expect("the command starts"), "bad-variable"), Vec::<Value>::new());
+    let mut fit = doctor("--json");
+    fit.env("FERRYWIRE_SECRET", SECRET)
+        .env("FERRYWIRE_DEPTH", "2")
+        .env("FERRYWIRE_LISTEN", "no-such.invalid");
+    assert_eq!(findings(&fit.output().expect("the command starts"), "bad-variable"), Vec::<Value>::new());
 }
 
 /// Regression: doctor took the word of the other commands for the name of a NIC.
