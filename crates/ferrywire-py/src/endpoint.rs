@@ -322,7 +322,7 @@ impl Endpoint {
     ///
     /// A PyTorch tensor must not be moved or resized while it is registered: `share_memory_()`, a torch.multiprocessing
     /// queue and `resize_` free the memory in use. Call `share_memory_()` first. The region detects a moved tensor at
-    /// its next use, which is too late for transfers in flight.
+    /// its next use, which is too late for transfers in flight. Nor may `ctypes.resize` be called for a registered object.
     ///
     /// Read-only memory can only be the source of sends and writes; `writable=True` refuses it here.
     ///

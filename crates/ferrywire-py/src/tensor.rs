@@ -94,9 +94,9 @@ impl View {
         let owner = Box::new(Owner(Some(self.keeper)));
         let (address, len_bytes) = (self.address as usize, self.len_bytes);
         // SAFETY: the owner keeps the memory where it is: a buffer by the protocol, an array because its library does
-        // not free memory that an object still has. PyTorch is the exception: its users are told not to move a
-        // registered tensor, and the region checks the address before each use (`Watch`), which is as much as can be
-        // done. Peers may change the bytes at any time; that is the purpose.
+        // not free memory that an object still has. PyTorch and `ctypes.resize` are exceptions: their users are told not
+        // to move what is registered, and the region checks a tensor's address before each use (`Watch`), which is as
+        // much as can be done. Peers may change the bytes at any time; that is the purpose.
         let region = py.detach(|| unsafe { endpoint.register_with(address as *mut u8, len_bytes, owner) })?;
         if self.on_gpu && region.location() == MemoryLocation::Host && !region.is_empty() {
             let why = "the array's library reports memory on a CUDA GPU, but the CUDA driver of this process does not know \
@@ -119,7 +119,7 @@ impl View {
             Ok(buffer) => return of_buffer(what, py, buffer),
             Err(error) => error,
         };
-        if let Ok(buffer) = completed_buffer(object) {
+        if let Some(buffer) = completed_buffer(what, object)? {
             return of_buffer(what, py, buffer);
         }
         if object.hasattr(intern!(py, "__dlpack__"))? {
@@ -146,20 +146,40 @@ impl View {
 const OBJECTS: &str = "the array has elements that are Python objects, whose bytes are pointers of this process: use an \
                        element type of numbers";
 
+/// Why elements are refused that may be such objects.
+const UNKNOWN: &str = "the buffer does not say what its elements are made of, as those of unions and packed structures of \
+                       ctypes, and some may be Python objects: use an element type of numbers";
+
+/// Why elements with this format of the buffer protocol are refused.
+fn refusal(format: &[u8], item_bytes: usize) -> Option<&'static str> {
+    match format {
+        _ if has_objects(format) => Some(OBJECTS),
+        b"B" if item_bytes > 1 => Some(UNKNOWN),
+        _ => None,
+    }
+}
+
 /// The buffer of an object that leaves out what the protocol lets it leave out: strides, as arrays of ctypes do, or the
 /// shape of a single element.
-fn completed_buffer(object: &Bound<'_, PyAny>) -> PyResult<PyUntypedBuffer> {
+fn completed_buffer(what: &str, object: &Bound<'_, PyAny>) -> PyResult<Option<PyUntypedBuffer>> {
     let py = object.py();
-    let view = PyMemoryView::from(object)?;
-    if view.getattr(intern!(py, "ndim"))?.extract::<usize>()? > 0 {
-        return PyUntypedBuffer::get(&view);
+    let Ok(view) = PyMemoryView::from(object) else { return Ok(None) };
+    let format: String = view.getattr(intern!(py, "format"))?.extract()?;
+    let item_bytes: usize = view.getattr(intern!(py, "itemsize"))?.extract()?;
+    // Bytes, which a single element is seen as below, do not tell what they are made of.
+    if let Some(why) = refusal(format.as_bytes(), item_bytes) {
+        return Err(usage(py, what, why));
     }
-    PyUntypedBuffer::get(&view.call_method1(intern!(py, "cast"), ("B",))?)
+    if view.getattr(intern!(py, "ndim"))?.extract::<usize>()? > 0 {
+        return Ok(PyUntypedBuffer::get(&view).ok());
+    }
+    let bytes = view.call_method1(intern!(py, "cast"), ("B",));
+    Ok(bytes.and_then(|bytes| PyUntypedBuffer::get(&bytes)).ok())
 }
 
 fn of_buffer(what: &str, py: Python<'_>, buffer: PyUntypedBuffer) -> PyResult<View> {
-    if has_objects(buffer.format().to_bytes()) {
-        return Err(usage(py, what, OBJECTS));
+    if let Some(why) = refusal(buffer.format().to_bytes(), buffer.item_size()) {
+        return Err(usage(py, what, why));
     }
     if !buffer.is_c_contiguous() {
         let why =

@@ -38,6 +38,15 @@ class WithAnObject(ctypes.Structure):
     _fields_ = [("number", ctypes.c_int), ("thing", ctypes.py_object)]
 
 
+class MaybeAnObject(ctypes.Union):
+    _fields_ = [("number", ctypes.c_long), ("thing", ctypes.py_object)]
+
+
+class Packed(ctypes.Structure):
+    _pack_ = 1
+    _fields_ = [("number", ctypes.c_int), ("thing", ctypes.py_object)]
+
+
 OBJECTS = {
     "array": lambda: np.array([1.5, None, "x"], dtype=object),
     "empty": lambda: np.zeros(0, dtype=object),
@@ -46,7 +55,11 @@ OBJECTS = {
     "view": lambda: memoryview(np.array([None])),
     "py_object": lambda: memoryview((ctypes.py_object * 4)()),
     "structure": lambda: memoryview((WithAnObject * 2)()),
-    "py_object of ctypes": lambda: (ctypes.py_object * 4)(),
+    "py_objects of ctypes": lambda: (ctypes.py_object * 4)(),
+    "py_object of ctypes": lambda: ctypes.py_object(),
+    "single structure": lambda: WithAnObject(),
+    "single element": lambda: np.array(None),
+    "struct of an array": lambda: np.zeros(1, np.dtype([("thing", "O")]))[0],
 }
 
 
@@ -55,6 +68,13 @@ def test_arrays_of_objects_are_refused(pair: Pair, make):
     """Registering this would let a peer crash the interpreter."""
     with refuses("memory: the array has elements that are Python objects"):
         pair.near.register(make())
+
+
+def test_elements_that_may_be_objects_are_refused(pair: Pair):
+    for make in (MaybeAnObject, MaybeAnObject * 2, Packed, Packed * 2):
+        for thing in (make(), memoryview(make())):
+            with refuses("memory: the buffer does not say what its elements are made of"):
+                pair.near.register(thing)
 
 
 def test_arrays_of_objects_are_neither_shared_nor_fetched_into(pair: Pair):
