@@ -84,7 +84,7 @@ fn here(plan: &DoctorPlan, topology: &Topology, driver: Driver) -> Vec<Finding> 
     let names: Vec<String> = topology.nics.iter().map(|nic| nic.name.clone()).collect();
     [
         kernel::judge(&kernel::Kernel::read(), nic::fastest_mbps(topology)),
-        limits::judge(&limits::Limits::read(), nic::total_mbps(topology)),
+        limits::judge(&limits::Limits::read(), nic::total_mbps(topology, &settings)),
         nic::judge(topology, &settings, &plan.engine.nics),
         gpu::judge(&gpu::Gpus::read(driver, topology, &nvidia_smi), topology, &options),
         environment::judge(&environment::Environment::read(), &names),

@@ -31,6 +31,8 @@ pub struct Settings {
     pub duplex: Option<String>,
     /// Whether the NIC is a bridge.
     pub bridge: bool,
+    /// Whether the NIC is a bond.
+    pub bond: bool,
     /// Whether another core than the interrupted one processes packets (RPS).
     pub steered: bool,
     /// Names of offloads that are off and could be on.
@@ -57,6 +59,7 @@ impl Settings {
             carrier: number::<u8>(format!("{folder}/carrier")).map(|carrier| carrier == 1),
             duplex: line(format!("{folder}/duplex")),
             bridge: std::path::Path::new(&format!("{folder}/bridge")).exists(),
+            bond: std::path::Path::new(&format!("{folder}/bonding")).exists(),
             steered: line(format!("{folder}/queues/rx-0/rps_cpus"))
                 .is_some_and(|mask| mask.chars().any(|c| !"0,".contains(c))),
             ..Settings::default()
@@ -124,18 +127,19 @@ fn is_used(topology: &Topology, nic: &Nic) -> bool {
 }
 
 /// Speed of all NICs together, in Mbit/s.
-pub fn total_mbps(topology: &Topology) -> u32 {
+pub fn total_mbps(topology: &Topology, settings: &dyn Fn(&str) -> Settings) -> u32 {
+    let bond_of = |nic: &Nic| {
+        topology.nics.iter().find(|upper| upper.lower.contains(&nic.name) && settings(&upper.name).bond)
+    };
     let mut speeds: BTreeMap<&str, (u32, u32)> = BTreeMap::new();
     for nic in topology.nics.iter().filter(|nic| nic.device && is_used(topology, nic)) {
         // The kernel reports the speed of a bond, which is that of one part where the others are standby.
-        let whole = upper(topology, nic).unwrap_or(nic);
+        let whole = bond_of(nic).unwrap_or(nic);
         let of_parts = speeds.entry(&whole.name).or_insert((0, whole.speed_mbps.unwrap_or(u32::MAX)));
         of_parts.0 = of_parts.0.saturating_add(nic.speed_mbps.unwrap_or(0));
     }
-    speeds
-        .values()
-        .map(|(of_parts, of_whole)| of_parts.min(of_whole))
-        .fold(0, |sum, each| sum.saturating_add(*each))
+    let each = speeds.values().map(|(of_parts, of_whole)| *of_parts.min(of_whole));
+    each.fold(0, u32::saturating_add)
 }
 
 fn whole_host(topology: &Topology, settings: &dyn Fn(&str) -> Settings, named: &[String]) -> Vec<Finding> {
@@ -385,16 +389,22 @@ mod tests {
         let lower = vec!["eth1".to_owned(), "eth2".to_owned()];
         let bond = Nic { device: false, lower, speed_mbps: Some(200_000), ..nic("bond0") };
         let topology = host(vec![bond, part("eth1"), part("eth2"), part("eth3")]);
-        assert_eq!(total_mbps(&topology), 200_000);
+        let settings = |name: &str| Settings { bond: name == "bond0", ..good() };
+        assert_eq!(total_mbps(&topology, &settings), 200_000);
         // Regression: the standby part of a bond counted.
         let mut with_standby = topology.clone();
         with_standby.nics[0].speed_mbps = Some(100_000);
-        assert_eq!(total_mbps(&with_standby), 100_000);
+        assert_eq!(total_mbps(&with_standby, &settings), 100_000);
+        assert_eq!(
+            total_mbps(&with_standby, &|_| good()),
+            200_000,
+            "a bridge has the speed of its fastest part"
+        );
         let vlan = Nic { device: false, lower: vec!["bond0".to_owned()], ..nic("bond0.7") };
         let mut stacked = topology.clone();
         stacked.nics[0].addresses.clear();
         stacked.nics.push(vlan);
-        assert_eq!(total_mbps(&stacked), 200_000);
+        assert_eq!(total_mbps(&stacked, &settings), 200_000);
         let found = judge(&topology, &|_| good(), &[]);
         assert!(found.iter().any(|finding| finding.evidence == "MTU: eth1 9000, eth2 9000"), "{found:?}");
         assert_eq!(levels(&found, "nic-state"), [Level::Ok, Level::Ok, Level::Ok, Level::Note]);
