@@ -347,10 +347,10 @@ impl Receiving {
         self.lanes.iter_mut().for_each(|lane| lane.line.ring.keep_within(bytes));
     }
 
-    /// Bytes of the rings that may be used, and those that are taken.
+    /// Bytes of the rings that may be used or still are, and those that are.
     pub fn ring_bytes(&self) -> (usize, usize) {
         let rings = self.lanes.iter().map(|lane| &lane.line.ring);
-        rings.fold((0, 0), |(all, used), ring| (all + ring.bound(), used + ring.used()))
+        rings.fold((0, 0), |(all, used), ring| (all + ring.bound().max(ring.used()), used + ring.used()))
     }
 
     /// Ends all copying, as far as the GPUs finish it. Waiting frames are not placed. Returns the copies that

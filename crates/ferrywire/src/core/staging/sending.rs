@@ -198,10 +198,10 @@ impl Sending {
         self.full.set(!self.has_room());
     }
 
-    /// Bytes of the rings that may be used, and those that are taken.
+    /// Bytes of the rings that may be used or still are, and those that are.
     pub fn ring_bytes(&self) -> (usize, usize) {
         let rings = self.lines.iter().map(|line| &line.ring);
-        rings.fold((0, 0), |(all, used), ring| (all + ring.bound(), used + ring.used()))
+        rings.fold((0, 0), |(all, used), ring| (all + ring.bound().max(ring.used()), used + ring.used()))
     }
 
     /// Ends all copying, as far as the GPUs finish it.

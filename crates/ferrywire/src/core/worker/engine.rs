@@ -120,10 +120,10 @@ impl ProgressEngine {
     }
 
     pub(super) fn run_commands(&mut self, worker: &Worker, context: &Context) -> bool {
-        // Every worker has lanes now, and none had before.
-        let mut worked = worker.sleeper.take_pin_request();
-        // A caller that polls inline may have added the first lane: only the worker's own thread is pinned.
-        if worked && worker.thread_alone() && worker.is_this_thread() {
+        // Every worker had lanes when this was asked. Only the worker's own thread may answer it.
+        let mut worked = false;
+        if worker.sleeper.is_to_pin() && worker.is_this_thread() && worker.sleeper.take_pin_request() {
+            worked = true;
             self.pinning.pin_for_good(worker.index, context.sleepers.len());
         }
         while let Some(command) = worker.commands.pop() {

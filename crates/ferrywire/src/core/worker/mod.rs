@@ -335,9 +335,8 @@ impl Worker {
             if self.wanted.load(Ordering::SeqCst) > 0 || self.stop.load(Ordering::Relaxed) {
                 return true;
             }
-            let polled = engine.poll_once(self, context, &mut || false);
             engine.pin_or_unpin(self, context);
-            if polled == Polled::Worked {
+            if engine.poll_once(self, context, &mut || false) == Polled::Worked {
                 (idle_since, backoff) = (None, BACKOFF);
                 continue;
             }

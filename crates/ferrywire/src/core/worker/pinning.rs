@@ -5,7 +5,7 @@
 //! of a channel are on the same one. Workers with lanes are pinned once every worker has some: a plugin's threads inherit
 //! the affinity of the thread that starts them.
 //!
-//! Invariant: a thread pins only itself. Cores that a user gives it are left to it.
+//! Invariant: a thread pins only itself. Other cores that a user gives it are left to it.
 //! Read next: proto `schedule.rs`, the rule.
 
 use super::engine::ProgressEngine;
@@ -108,26 +108,25 @@ fn core_for(
     time: Duration,
 ) -> Option<usize> {
     let (mut here, mut elsewhere) = (Traffic::default(), 0);
-    let (mut busiest, mut busiest_bytes, mut current_bytes) = (None, 0, 0);
+    let mut bytes_by_core: Vec<(usize, u64)> = Vec::new();
     for (traffic, core) in recent {
-        let bytes = traffic.bytes();
-        if core.is_none() {
-            elsewhere += bytes;
+        let Some(core) = core else {
+            elsewhere += traffic.bytes();
             continue;
-        }
+        };
         here = here.plus(traffic);
-        if bytes > busiest_bytes {
-            (busiest, busiest_bytes) = (core, bytes);
-        }
-        if core == current {
-            current_bytes += bytes;
+        match bytes_by_core.iter_mut().find(|(other, _)| *other == core) {
+            Some((_, bytes)) => *bytes += traffic.bytes(),
+            None => bytes_by_core.push((core, traffic.bytes())),
         }
     }
     if here.bytes() < elsewhere || !schedule::pins(here, time) {
         return None;
     }
-    // Among peers with about as much, a change of core would only cost.
-    if 2 * current_bytes >= busiest_bytes { current } else { busiest }
+    let (busiest, most) = bytes_by_core.iter().copied().max_by_key(|(_, bytes)| *bytes)?;
+    // Among cores with about as much, a change would only cost.
+    let stays = |core: &usize| bytes_by_core.iter().any(|(other, bytes)| other == core && 2 * bytes >= most);
+    Some(current.filter(stays).unwrap_or(busiest))
 }
 
 #[cfg(test)]
