@@ -255,7 +255,8 @@ pub struct ConnectFlags {
     pub peers: Option<usize>,
     /// Channels per peer [default: auto]
     ///
-    /// auto: as many as --threads has by default, rounded up to a multiple of the NIC pairs. At most 256.
+    /// auto: as many as --threads has by default, rounded up to a multiple of the NIC pairs; at least 8
+    /// from a round trip of 5 ms on. At most 256.
     #[arg(long, value_name = "N")]
     pub channels: Option<OrAuto<usize>>,
     /// NICs to use, by name: eth1,eth2 [default: auto]
