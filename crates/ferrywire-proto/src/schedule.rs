@@ -65,11 +65,11 @@ pub fn small_fill_bytes(cores: usize, threads: usize) -> u64 {
 /// Whether staging rings use half of their bytes while payload goes in both directions between two ends of this
 /// host, over so many channels.
 ///
-/// Where the threads of both ends use all cores, each copy from memory that has left the cache takes time from
-/// another thread, and the rings of many channels do not fit into the cache. In one direction half of the rings
-/// is unused, and whole rings are better: a ring of two slots often waits for one of them.
-pub fn has_short_rings(cores: usize, threads: usize, channels: usize) -> bool {
-    threads >= cores && channels > FEW_CHANNELS
+/// The rings of many channels do not fit into the cache, and each copy from memory that has left it takes longer.
+/// In one direction half of the rings is unused, and whole rings are better: a ring of two slots often waits for
+/// one of them.
+pub fn has_short_rings(channels: usize) -> bool {
+    channels > FEW_CHANNELS
 }
 
 fn works_in_long_runs(cores: usize, threads: usize) -> bool {
@@ -311,9 +311,8 @@ mod tests {
     }
 
     #[test]
-    fn rings_are_short_where_threads_share_cores_and_many_channels_the_cache() {
-        assert!(has_short_rings(16, 16, 16));
-        assert!(!has_short_rings(8, 8, 8) && !has_short_rings(32, 16, 16) && !has_short_rings(16, 16, 8));
+    fn rings_are_short_where_many_channels_share_the_cache() {
+        assert!(has_short_rings(16) && !has_short_rings(8));
     }
 
     #[test]

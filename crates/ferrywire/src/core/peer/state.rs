@@ -222,7 +222,7 @@ impl PeerState {
         let (cores, threads) = (affinity::cores_with_time(), context.config.threads);
         let mut queue =
             SendQueue::new(info.chunk_bytes, schedule::small_fill_bytes(cores, threads), info.crc);
-        queue.short_rings = info.same_host && schedule::has_short_rings(cores, threads, info.channels);
+        queue.short_rings = info.same_host && schedule::has_short_rings(info.channels);
         PeerState {
             context,
             queue: if info.lanes { queue.with_lanes() } else { queue },
