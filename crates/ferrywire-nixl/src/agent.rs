@@ -150,6 +150,9 @@ impl Agent {
     }
 
     pub fn deregister(&self, memory: &Memory) -> Status {
+        if let Err(forked) = self.check_process() {
+            return forked;
+        }
         let Memory::Local { region, .. } = memory else { return Status::INVALID_PARAMETER };
         // Cancelled transfers end immediately, whatever state their peers are in.
         self.shared.transfers.cancel_those_of(memory);

@@ -53,6 +53,8 @@ pub struct Transfer {
     route: Route,
     /// Name of this agent, for notifications.
     sender: Arc<[u8]>,
+    /// The process that prepared the transfer.
+    process: u32,
     phase: Mutex<Phase>,
 }
 
@@ -170,7 +172,7 @@ impl Transfer {
         let (list, memory) = unsafe { blocks(local, remote) }?;
         let bytes = list.bytes();
         let route = Route::Remote { remote: peer, list, bytes, memory };
-        Ok(Transfer { operation, route, sender, phase: Mutex::default() })
+        Ok(Transfer { operation, route, sender, process: std::process::id(), phase: Mutex::default() })
     }
 
     /// Prepares a transfer within this agent.
@@ -206,7 +208,7 @@ impl Transfer {
         let copies: Option<Vec<Copy>> = local.iter().zip(other).map(copy).collect();
         let copies = copies.filter(|_| local.len() == other.len() && !local.is_empty());
         let route = Route::Own(copies.ok_or(Status::INVALID_PARAMETER)?);
-        Ok(Transfer { operation, route, sender, phase: Mutex::default() })
+        Ok(Transfer { operation, route, sender, process: std::process::id(), phase: Mutex::default() })
     }
 
     fn phase(&self) -> MutexGuard<'_, Phase> {
@@ -343,8 +345,13 @@ impl Transfer {
         matches!(self.route, Route::Own(_))
     }
 
-    /// Ends the caller's use of the transfer. A transfer in flight is cancelled and not waited for.
+    /// Ends the caller's use of the transfer. A transfer in flight is cancelled and not waited for; in a forked child it
+    /// belongs to the parent and goes on.
     pub fn release(&self) {
+        if self.process != std::process::id() {
+            // Another thread of the parent may have held the lock.
+            return;
+        }
         let mut phase = self.phase();
         if let Step::Moving { transfer, .. } = &phase.step {
             transfer.cancel();

@@ -112,6 +112,13 @@ fn a_forked_child_gets_errors() {
     run(&["forked"]);
 }
 
+/// Regression: a child that deregistered memory or released a transfer waited for ever for a lock that another thread
+/// of its parent had held.
+#[test]
+fn a_forked_child_waits_for_no_lock_of_its_parent() {
+    run(&["locks"]);
+}
+
 #[test]
 fn a_dead_peer_is_an_error_on_every_handle() {
     run(&["dead"]);

@@ -4,6 +4,7 @@
 
 #include "../../../shim/nixl.hpp"
 
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -583,6 +584,39 @@ void a_forked_child_gets_errors() {
     CHECK(second.finish(second.post("mine")) == success && far.wait_for(1) == (Notifications{{"near", "mine"}}));
 }
 
+void a_forked_child_waits_for_no_lock_of_its_parent() {
+    Agent near("near"), far("far");
+    auto &source = near.add(4096, 3), &target = far.add(4096);
+    near.load(far);
+    Handle ended(near, Operation::write, "far");
+    ended.add(source, 0, target, 0, 4096);
+    CHECK(ended.prepare() == success && ended.finish(ended.post()) == success);
+    std::atomic<bool> enough{false};
+    // Holds the locks of the agent's transfers and of one transfer, again and again.
+    std::thread other([&] {
+        while (!enough) {
+            CHECK(near.engine->check(ended.request) == success);
+            Handle handle(near, Operation::write, "far");
+            handle.add(source, 0, target, 0, 4096);
+            CHECK(handle.prepare() == success);
+        }
+    });
+    for (int round = 0; round < 300; ++round) {
+        const pid_t child = fork();
+        CHECK(child >= 0);
+        if (child == 0) {
+            alarm(30);
+            CHECK(near.engine->release(ended.request) == success);
+            CHECK(near.engine->deregister_memory(source.registration) == backend_failed);
+            _exit(0);
+        }
+        int status = 0;
+        CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    }
+    enough = true;
+    other.join();
+}
+
 size_t entries(const char *path) {
     size_t count = 0;
     auto *folder = opendir(path);
@@ -627,6 +661,7 @@ int main(int count, char **arguments) {
         {"deregister", memory_is_deregistered_in_mid_transfer},
         {"names", any_name_of_an_agent_will_do},
         {"forked", a_forked_child_gets_errors},
+        {"locks", a_forked_child_waits_for_no_lock_of_its_parent},
         {"dead", a_dead_peer_is_an_error_on_every_handle},
         {"rounds", [&] { rounds_leave_nothing_behind(count > 2 ? atoi(arguments[2]) : 20); }},
     };
