@@ -133,6 +133,7 @@ impl Agent {
     /// # Safety
     /// The memory stays allocated until it is deregistered.
     pub unsafe fn register(&self, address: u64, bytes: u64, kind: u32) -> Result<Memory, Status> {
+        self.check_process()?;
         // SAFETY: the caller promises that the memory stays allocated.
         let region = unsafe { self.shared.endpoint.register_raw(address as *mut u8, bytes as usize) };
         let region = region.map_err(|error| {
@@ -332,7 +333,7 @@ impl Agent {
     /// Fails calls in a forked child: it has no service thread, and another thread of the parent may have held a lock.
     fn check_process(&self) -> Result<(), Status> {
         self.shared.endpoint.check_process().map_err(|error| {
-            log::announce_once(format_args!("agent {}: {error}", self.shared.name));
+            log::announce_in_child(format_args!("agent {}: {error}", self.shared.name));
             Status::of(error)
         })
     }

@@ -380,8 +380,7 @@ unsafe extern "C" fn check(pointer: *const c_void, transfer: *const Transfer) ->
 unsafe extern "C" fn release(transfer: *const Transfer) {
     guarded((), || {
         // SAFETY: the shim gives up its reference to the transfer.
-        let transfer = unsafe { Arc::from_raw(transfer) };
-        transfer.release();
+        unsafe { Arc::from_raw(transfer) }.release();
     });
 }
 

@@ -5,6 +5,7 @@
 use std::collections::HashSet;
 use std::fmt::Arguments;
 use std::io::Write;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{LazyLock, Mutex, Once, PoisonError};
 
 use tracing_subscriber::filter::LevelFilter;
@@ -35,6 +36,17 @@ pub fn announce(text: Arguments<'_>) {
     if level() != LevelFilter::OFF {
         // An error of a closed standard error is ignored.
         let _ = writeln!(std::io::stderr(), "ferrywire: {text}");
+    }
+}
+
+/// Logs why a call fails in a forked child, at most once per child. Takes no lock: another thread of the parent may have
+/// held it at the fork.
+pub fn announce_in_child(text: Arguments<'_>) {
+    static TOLD: AtomicBool = AtomicBool::new(false);
+    if level() != LevelFilter::OFF && !TOLD.swap(true, Ordering::Relaxed) {
+        let line = format!("ferrywire: {text}\n");
+        // SAFETY: the line lives during the call. An error of a closed standard error is ignored.
+        unsafe { libc::write(libc::STDERR_FILENO, line.as_ptr().cast(), line.len()) };
     }
 }
 

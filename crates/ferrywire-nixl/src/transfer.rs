@@ -347,10 +347,10 @@ impl Transfer {
 
     /// Ends the caller's use of the transfer. A transfer in flight is cancelled and not waited for; in a forked child it
     /// belongs to the parent and goes on.
-    pub fn release(&self) {
+    pub fn release(self: Arc<Transfer>) {
         if self.process != std::process::id() {
-            // Another thread of the parent may have held the lock.
-            return;
+            // Another thread of the parent may have held a lock of it or of what it uses.
+            return std::mem::forget(self);
         }
         let mut phase = self.phase();
         if let Step::Moving { transfer, .. } = &phase.step {

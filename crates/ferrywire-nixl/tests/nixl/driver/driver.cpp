@@ -592,10 +592,14 @@ void a_forked_child_waits_for_no_lock_of_its_parent() {
     ended.add(source, 0, target, 0, 4096);
     CHECK(ended.prepare() == success && ended.finish(ended.post()) == success);
     std::atomic<bool> enough{false};
-    // Holds the locks of the agent's transfers and of one transfer, again and again.
-    std::thread other([&] {
+    // Two threads hold the locks of one transfer and of the list of all, again and again.
+    std::thread checker([&] {
         while (!enough) {
             CHECK(near.engine->check(ended.request) == success);
+        }
+    });
+    std::thread preparer([&] {
+        while (!enough) {
             Handle handle(near, Operation::write, "far");
             handle.add(source, 0, target, 0, 4096);
             CHECK(handle.prepare() == success);
@@ -605,7 +609,7 @@ void a_forked_child_waits_for_no_lock_of_its_parent() {
         const pid_t child = fork();
         CHECK(child >= 0);
         if (child == 0) {
-            alarm(30);
+            alarm(120);
             CHECK(near.engine->release(ended.request) == success);
             CHECK(near.engine->deregister_memory(source.registration) == backend_failed);
             _exit(0);
@@ -614,7 +618,8 @@ void a_forked_child_waits_for_no_lock_of_its_parent() {
         CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
     }
     enough = true;
-    other.join();
+    checker.join();
+    preparer.join();
 }
 
 size_t entries(const char *path) {
