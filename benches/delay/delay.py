@@ -204,9 +204,8 @@ def measure(o, path):
 
 
 def rate(result):
-    """The rate of a result in GB/s: for raw the mean of the run, for ferrywire the median over intervals."""
-    got = result["gb_per_s"]
-    return got["p50"] if isinstance(got, dict) else got
+    """The rate of a result in GB/s, the mean of the run."""
+    return result["extra"]["mean_gb_per_s"] if "extra" in result else result["gb_per_s"]
 
 
 def summary(row):
