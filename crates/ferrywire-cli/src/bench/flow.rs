@@ -7,7 +7,7 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use ferrywire::{Block, BlockList, Region, RemoteRegion, Transfer, TransferError};
+use ferrywire::{Block, BlockList, MemoryLocation, Region, RemoteRegion, Transfer, TransferError};
 
 use super::layout::{Flow, Layout};
 use super::link::{Link, Stall};
@@ -120,6 +120,11 @@ impl<'a> Poster<'a> {
             _ => self.link.peer.recv(self.tag, self.local, local.offset, local.bytes),
         };
         posted.map_err(|error| self.link.lost(error))
+    }
+
+    /// Whether the other end's memory is on a GPU.
+    pub fn writes_to_gpu(&self) -> bool {
+        self.remote.location() != MemoryLocation::Host
     }
 
     /// Waits until a message is complete, and checks its length.

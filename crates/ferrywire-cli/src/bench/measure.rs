@@ -84,8 +84,13 @@ impl Meter {
 
     /// Counts a completed message. Returns the time since the start of the timed part.
     pub fn completed(&mut self, now: Instant, bytes: u64, took: Duration) -> Duration {
-        let elapsed = self.elapsed(now);
         self.latency.record(took);
+        self.moved(now, bytes)
+    }
+
+    /// Counts moved bytes alone. Returns the time since the start of the timed part.
+    pub fn moved(&mut self, now: Instant, bytes: u64) -> Duration {
+        let elapsed = self.elapsed(now);
         self.open.bytes += bytes;
         self.open.end_s = elapsed.as_secs_f64();
         if self.open.end_s - self.open.start_s >= self.least_s {

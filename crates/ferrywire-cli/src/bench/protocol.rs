@@ -21,7 +21,7 @@ use crate::sanitize;
 use crate::units::{SIZE_BYTES_MAX, SIZES_MAX};
 
 /// Version of these messages.
-pub const VERSION: u32 = 10;
+pub const VERSION: u32 = 11;
 
 /// Longest timed part, and longest timeout: a week.
 pub const SECONDS_MAX: f64 = 7.0 * 86400.0;
