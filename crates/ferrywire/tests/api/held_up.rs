@@ -28,6 +28,53 @@ fn a_stalled_gpu_does_not_delay_acknowledgements() {
     assert_eq!(stands.wait(LIMIT), Ok(4096));
 }
 
+/// Regression: in a ping-pong between GPUs each answer cost two socket calls, and the first one delayed the look whether the
+/// copy of the second was done.
+#[test]
+fn an_acknowledgement_goes_with_a_short_frame_that_is_being_copied() {
+    let end = || builder().threads(0).channels(1);
+    let near = end().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
+    let far = end().build().unwrap();
+    let (here, there) = connected(&near, &far);
+    // No other test's.
+    let gpu = SimGpu::open(3).unwrap();
+    let ours = near.alloc_sim(3, 4096).unwrap();
+    let [to, from] = [near.alloc_host(64).unwrap(), far.alloc_host(4096).unwrap()];
+    let until = |so: &dyn Fn() -> bool| {
+        let begun = Instant::now();
+        while !so() {
+            assert!(begun.elapsed() < LIMIT);
+        }
+    };
+    let warm = here.write(&ours, 0, &from.descriptor(), 0, 4096).unwrap();
+    until(&|| (near.progress() | far.progress()) & warm.poll().is_some());
+    until(&|| !(near.progress() | far.progress()));
+
+    gpu.set_stall(true);
+    let answer = here.write(&ours, 0, &from.descriptor(), 0, 4096).unwrap();
+    let asked = there.write(&from, 0, &to.descriptor(), 0, 64).unwrap();
+    far.progress();
+    let channel = || here.stats().channels[0].clone();
+    let before = channel();
+    until(&|| {
+        near.progress();
+        channel().received_bytes >= before.received_bytes + 64
+    });
+    near.progress();
+    assert_eq!(channel().sent_bytes, before.sent_bytes, "the acknowledgement went alone");
+    gpu.set_stall(false);
+    // The GPU finishes its other work before this.
+    ours.read_at(0, &mut [0]).unwrap();
+    until(&|| {
+        near.progress();
+        channel().sent_bytes > before.sent_bytes
+    });
+    until(&|| (near.progress() | far.progress()) & asked.poll().is_some());
+    assert_eq!(asked.poll(), Some(Ok(64)));
+    assert_eq!(channel().sent_bytes, before.sent_bytes + 64 + 4096);
+    until(&|| (near.progress() | far.progress()) & answer.poll().is_some());
+}
+
 /// Regression: the bytes were in their target, and the write never completed.
 #[test]
 fn a_read_ends_that_had_arrived_behind_a_gpu_when_its_region_was_deregistered() {

@@ -30,6 +30,10 @@ use ferrywire_proto::schedule::{self, Traffic};
 use ferrywire_proto::window::Window;
 use ferrywire_proto::wire::{self, HEADER_BYTES, Header, Kind, Refusal};
 
+/// Passes for which an acknowledgement waits for a short frame whose copy is in flight, and the longest such frame in bytes. Its
+/// copy takes about as long as the call that would send the acknowledgement alone.
+const COPY_PASSES: u32 = 16;
+const SHORT_COPY_BYTES: u32 = 64 << 10;
 /// Bytes of frames kept ready for the next send call.
 const READY_BYTES: u64 = limits::SEND_BYTES_PER_CALL_MAX as u64;
 
@@ -52,6 +56,8 @@ pub(super) struct Sender {
     pub unreleased: VecDeque<(u64, Entry)>,
     /// Rest of an acknowledgement frame that is not sent completely.
     ack_frame: Vec<u8>,
+    /// Passes for which the acknowledgement that is due has waited for a copy.
+    ack_passes: u32,
     /// Whether the kernel took fewer bytes than offered. If so, send again when the socket is writable.
     pub blocked: bool,
     /// Whether the connection holds bytes of earlier calls that the kernel has not taken.
@@ -88,7 +94,8 @@ impl Channel {
             }
             let bytes = self.send_some(&mut space.pieces)?;
             // The next frame may wait for long, and the peer waits for the acknowledgement meanwhile.
-            if bytes == 0 && flush && self.ack_frame_fits() && self.receiver.acks.due() {
+            let is_due = flush && self.ack_frame_fits() && self.receiver.acks.due();
+            if bytes == 0 && is_due && !self.sender.has_frame_soon() {
                 self.make_ack_frame();
                 continue;
             }
@@ -136,6 +143,7 @@ impl Channel {
     }
 
     pub(super) fn make_ack_frame(&mut self) {
+        self.sender.ack_passes = 0;
         let (posted, crc) = (self.payload.posted_count(), self.peer.queue.crc);
         self.receiver.acks.encode_frame(&mut self.sender.ack_frame, posted, crc);
     }
@@ -174,6 +182,7 @@ impl Channel {
             Ok(taken) => {
                 self.trace_call(Direction::Tx, since, taken);
                 if carries_ack {
+                    self.sender.ack_passes = 0;
                     self.receiver.acks.sent_with_header(ack);
                 }
                 self.sender.holds_back = self.conn.has_unsent();
@@ -494,6 +503,7 @@ impl Sender {
             ends: VecDeque::new(),
             unreleased: VecDeque::new(),
             ack_frame: Vec::new(),
+            ack_passes: 0,
             blocked: false,
             holds_back: false,
             frame_by_frame: false,
@@ -543,6 +553,14 @@ impl Sender {
             payload.gather(entry, batch);
         }
         Ok(carries_ack)
+    }
+
+    /// Whether a frame that can carry the acknowledgement will be ready in a moment.
+    fn has_frame_soon(&mut self) -> bool {
+        let is_short = |entry: &mut Entry| entry.staged.is_some() && entry.header.len <= SHORT_COPY_BYTES;
+        let is_soon = self.ack_passes < COPY_PASSES && self.window.get_mut(self.sent).is_some_and(is_short);
+        self.ack_passes += u32::from(is_soon);
+        is_soon
     }
 
     /// Advances the sent position by `taken` bytes, which the kernel took.
