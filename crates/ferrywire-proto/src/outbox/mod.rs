@@ -87,6 +87,9 @@ pub struct Outbox<O> {
     /// bounded, and pulled before `small`.
     admitted: VecDeque<(u64, O)>,
     small: VecDeque<O>,
+    /// Short announced sends that were matched, with their sinks. They count as small operations, and go before those in `small`:
+    /// they were posted earlier, and receives wait for them.
+    matched: VecDeque<(O, u64)>,
     bulk: VecDeque<Bulk<O>>,
     small_run: u64,
     /// Bytes of queued bulk operations that are not cut yet.
@@ -107,6 +110,7 @@ impl<O> Outbox<O> {
             own: VecDeque::new(),
             admitted: VecDeque::new(),
             small: VecDeque::new(),
+            matched: VecDeque::new(),
             bulk: VecDeque::new(),
             small_run: 0,
             bulk_bytes: 0,
@@ -121,7 +125,7 @@ impl<O> Outbox<O> {
 
     /// Number of items that are queued in the outbox.
     pub fn len(&self) -> usize {
-        self.resend.len() + self.own.len() + self.admitted.len() + self.small.len() + self.bulk.len()
+        self.resend.len() + self.own.len() + self.admitted.len() + self.small_len() + self.bulk.len()
     }
 
     /// Whether nothing is queued in the outbox.
@@ -131,7 +135,7 @@ impl<O> Outbox<O> {
 
     /// Number of queued small operations.
     pub fn small_len(&self) -> usize {
-        self.small.len()
+        self.small.len() + self.matched.len()
     }
 
     /// Number of queued bulk operations.
@@ -261,6 +265,11 @@ impl<O: Operation> Outbox<O> {
             self.bulk_bytes -= bulk.bytes_left();
             return Some(bulk.leave());
         }
+        if let Some(at) = self.matched.iter().position(|(op, _)| is_it(op)) {
+            let (op, _) = self.matched.remove(at)?;
+            op.set_uncut();
+            return Some(op);
+        }
         // A send keeps its number and is withdrawn when pulled; so is a queued notification.
         if verb != Verb::Write && verb != Verb::Serve {
             return None;
@@ -274,6 +283,7 @@ impl<O: Operation> Outbox<O> {
         self.closed = true;
         self.bulk_bytes = 0;
         let mut ops: Vec<O> = self.small.drain(..).collect();
+        ops.extend(self.matched.drain(..).map(|(op, _)| op));
         ops.extend(self.bulk.drain(..).map(|bulk| bulk.op));
         ops.extend(self.sends.announced.drain().map(|(_, op)| op));
         ops.extend(self.epochs.close());
@@ -312,6 +322,14 @@ impl<O: Operation> Outbox<O> {
     }
 
     fn next_small(&mut self, pull: Pull, gpu: bool, dropped: &mut Vec<O>) -> Option<Frame<O>> {
+        while let Some((op, sink)) = self.matched.pop_front_if(|(op, _)| gpu || !op.on_gpu()) {
+            if !op.is_unsendable() {
+                let chunk = whole(&op);
+                return Some(chunk_frame(op, chunk, sink));
+            }
+            op.set_uncut();
+            dropped.push(op);
+        }
         while let Some(op) = self.small.pop_front_if(|op| gpu || !op.on_gpu()) {
             if op.is_unsendable() && op.verb() != Verb::Send {
                 dropped.push(op);
@@ -370,12 +388,17 @@ impl<O: Operation> Outbox<O> {
     }
 
     fn enqueue(&mut self, op: O) {
-        if op.total() <= self.limits.small_bytes_max && op.pieces().len() <= limits::SEGMENTS_PER_CHUNK_MAX {
+        if self.is_small(&op) {
             self.small.push_back(op);
         } else {
             let key = op.key();
             self.push_bulk(op, key);
         }
+    }
+
+    /// Whether one frame takes the whole operation.
+    fn is_small(&self, op: &O) -> bool {
+        op.total() <= self.limits.small_bytes_max && op.pieces().len() <= limits::SEGMENTS_PER_CHUNK_MAX
     }
 
     fn push_bulk(&mut self, op: O, key: u64) {

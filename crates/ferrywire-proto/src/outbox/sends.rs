@@ -82,7 +82,11 @@ impl<O: Operation> Outbox<O> {
         if bytes == 0 {
             return Matched::Empty(op);
         }
-        self.push_bulk(op, sink);
+        if self.is_small(&op) {
+            self.matched.push_back((op, sink));
+        } else {
+            self.push_bulk(op, sink);
+        }
         Matched::Queued(bytes)
     }
 
