@@ -88,8 +88,8 @@ impl Messages {
         self.any.load(Ordering::Acquire)
     }
 
-    /// Starts to copy a message to the memory of its receive. Returns whether it is the only one, so that a thread has to
-    /// start polling.
+    /// Takes a message to be copied to the memory of its receive. The copy of the only one starts at once; others start at the
+    /// next poll, as one batch. Returns whether it is the only one, so that a thread has to start polling.
     ///
     /// # Errors
     /// Receive and message, if nothing polls copies any more.
@@ -106,9 +106,12 @@ impl Messages {
             true => state.lost.push((letter, taken_back())),
             false => state.waiting.push_back(letter),
         }
-        state.begin();
-        self.count(&state);
-        Ok(!self.any.swap(true, Ordering::SeqCst))
+        let is_only = !self.any.swap(true, Ordering::SeqCst);
+        if is_only {
+            state.begin();
+            self.count(&state);
+        }
+        Ok(is_only)
     }
 
     /// Takes no more messages, if none is left. Returns whether it is so.
