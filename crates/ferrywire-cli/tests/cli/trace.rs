@@ -92,6 +92,22 @@ fn end(events: &[Value]) -> (u64, u64) {
     (end["args"]["events"].as_u64().unwrap(), end["args"]["dropped"].as_u64().unwrap())
 }
 
+/// Regression: copies of short messages to a GPU, which belong to no channel, were shown as copies from that GPU by channel 0.
+#[test]
+fn copies_of_short_messages_are_in_no_row_of_another_stage() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut command = ferrywire(
+        "bench --op send --memory sim:0 --peer-memory sim:1 --sizes 4K --iters 200 --channels 1 --json -",
+    );
+    results(&command.env("FERRYWIRE_TRACE", folder.path().join("trace.json")).output().unwrap());
+    let all: Vec<_> = files(folder.path()).iter().map(|file| events(file)).collect();
+    let of_sends = |events: &[Value]| sum(&spans(events, "transfer"), |name| name == "send") > 0;
+    let (source, target): (Vec<_>, Vec<_>) = all.iter().partition(|events| of_sends(events));
+    assert_eq!((source.len(), target.len()), (1, 1));
+    let has = |events: &[Value], stage| rows(events).iter().any(|row| row.contains(stage));
+    assert!(has(source[0], " d2h,") && !has(target[0], " d2h"), "{:?}", rows(target[0]));
+}
+
 #[test]
 fn a_trace_has_all_bytes_of_a_gpu_and_the_stages_of_each_channel_at_both_ends() {
     let folder = tempfile::tempdir().unwrap();

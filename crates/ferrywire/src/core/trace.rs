@@ -119,10 +119,11 @@ impl Row {
         Row { stage, number, ..self }
     }
 
-    /// Records a stage that began at `since` and ends now; `bytes` is recorded for socket stages only.
+    /// Records a stage that began at `since` and ends now, unless it is of no channel; `bytes` is recorded for socket stages
+    /// only.
     #[inline]
     pub fn ends(self, since: Instant, bytes: usize) {
-        if is_on() {
+        if is_on() && self.track != Track::default() {
             record(self.track, What::Stage(self), since, bytes as u64, 0);
         }
     }
