@@ -3,8 +3,8 @@
 //!
 //! Each message starts with the stamp of its iteration, which the other end checks before it continues: a notification
 //! that overtakes its data fails the run. In GPU memory a stamp is written and checked by copies of several microseconds
-//! each, which the answering end makes in some iterations only; the time of these is not recorded. Half of the round trip is
-//! the latency.
+//! each: an answering end there makes them in some iterations only, from the eighth on, whose time is not recorded. Half of
+//! the round trip is the latency.
 //! Read next: `session.rs`, the caller.
 
 use std::time::{Duration, Instant};
@@ -22,7 +22,7 @@ use crate::exit::{Failure, Outcome};
 /// How often the answering end checks for the end of the run, while nothing arrives.
 const SLICE: Duration = Duration::from_millis(20);
 
-/// Number of iterations of which one is checked also in GPU memory, and not recorded.
+/// Number of iterations of which an answering end in GPU memory checks one, which is not recorded.
 const CHECK_PERIOD: u64 = 8;
 
 /// Whether the answering end checks this iteration's message, and stamps its answer, whatever its memory.
@@ -61,7 +61,7 @@ impl PingPong<'_> {
             }
             self.out.finish(&transfer)?;
             let bytes = 2 * self.out.layout().size();
-            if is_always_checked(iteration) {
+            if self.back_is_sparse && is_always_checked(iteration) {
                 meter.moved(now, bytes);
             } else {
                 meter.completed(now, bytes, now.duration_since(start) / 2);
