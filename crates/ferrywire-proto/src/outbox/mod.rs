@@ -87,9 +87,11 @@ pub struct Outbox<O> {
     /// bounded, and pulled before `small`.
     admitted: VecDeque<(u64, O)>,
     small: VecDeque<O>,
-    /// Short announced sends that were matched, with their sinks. They count as small operations, and go before those in `small`:
-    /// they were posted earlier, and receives wait for them.
+    /// Short announced sends that were matched, with their sinks: small operations, taken in turn with those in `small`. Receives
+    /// wait for them, and without a turn of their own they would follow all that is posted later.
     matched: VecDeque<(O, u64)>,
+    /// Whether the last small operation that was taken was a matched send.
+    took_matched: bool,
     bulk: VecDeque<Bulk<O>>,
     small_run: u64,
     /// Bytes of queued bulk operations that are not cut yet.
@@ -111,6 +113,7 @@ impl<O> Outbox<O> {
             admitted: VecDeque::new(),
             small: VecDeque::new(),
             matched: VecDeque::new(),
+            took_matched: false,
             bulk: VecDeque::new(),
             small_run: 0,
             bulk_bytes: 0,
@@ -322,6 +325,13 @@ impl<O: Operation> Outbox<O> {
     }
 
     fn next_small(&mut self, pull: Pull, gpu: bool, dropped: &mut Vec<O>) -> Option<Frame<O>> {
+        let is_turn = !std::mem::take(&mut self.took_matched);
+        let frame = if is_turn { self.next_matched(gpu, dropped) } else { None };
+        self.took_matched = frame.is_some();
+        frame.or_else(|| self.next_posted(pull, gpu, dropped)).or_else(|| self.next_matched(gpu, dropped))
+    }
+
+    fn next_matched(&mut self, gpu: bool, dropped: &mut Vec<O>) -> Option<Frame<O>> {
         while let Some((op, sink)) = self.matched.pop_front_if(|(op, _)| gpu || !op.on_gpu()) {
             if !op.is_unsendable() {
                 let chunk = whole(&op);
@@ -330,6 +340,10 @@ impl<O: Operation> Outbox<O> {
             op.set_uncut();
             dropped.push(op);
         }
+        None
+    }
+
+    fn next_posted(&mut self, pull: Pull, gpu: bool, dropped: &mut Vec<O>) -> Option<Frame<O>> {
         while let Some(op) = self.small.pop_front_if(|op| gpu || !op.on_gpu()) {
             if op.is_unsendable() && op.verb() != Verb::Send {
                 dropped.push(op);
