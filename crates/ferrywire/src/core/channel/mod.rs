@@ -24,7 +24,7 @@ mod record_rest;
 mod sender;
 
 pub(crate) use dropped::Unreleased;
-pub(crate) use sender::delivered;
+pub(crate) use sender::{SendAcks, delivered};
 
 use crate::core::peer::{Landing, PeerState};
 use crate::core::posted::Posted;

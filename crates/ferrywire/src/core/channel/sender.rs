@@ -30,8 +30,8 @@ use ferrywire_proto::schedule::{self, Traffic};
 use ferrywire_proto::window::Window;
 use ferrywire_proto::wire::{self, HEADER_BYTES, Header, Kind, Refusal};
 
-/// Passes for which an acknowledgement waits for a short frame whose copy is in flight, and the longest such frame in bytes. Its
-/// copy takes about as long as the call that would send the acknowledgement alone.
+/// Passes for which an acknowledgement waits for a short frame whose copy is in flight, and the longest such frame in bytes. The
+/// copy of a few bytes takes as long as the call that would send the acknowledgement alone.
 const COPY_PASSES: u32 = 16;
 const SHORT_COPY_BYTES: u32 = 64 << 10;
 /// Bytes of frames kept ready for the next send call.
@@ -39,6 +39,17 @@ const READY_BYTES: u64 = limits::SEND_BYTES_PER_CALL_MAX as u64;
 
 // One call can take a header, its placements, the blocks of the payload and a notification.
 const _: () = assert!(limits::SEGMENTS_PER_CHUNK_MAX + 2 <= ferrywire_sys::IOVECS_PER_CALL_MAX);
+
+/// Which acknowledgements a pass sends in frames of their own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum SendAcks {
+    /// Those that are urgent.
+    Urgent,
+    /// All that are due, unless a frame that can carry them will be ready in a moment.
+    UnlessFrameSoon,
+    /// All that are due.
+    All,
+}
 
 /// Frames to send, and their progress through the kernel.
 pub(super) struct Sender {
@@ -74,9 +85,8 @@ pub(super) struct Sender {
 }
 
 impl Channel {
-    /// Sends frames that are ready; with `flush`, also a due acknowledgement. Returns the bytes taken by the
-    /// kernel.
-    pub fn send(&mut self, flush: bool, space: &mut Workspace) -> io::Result<usize> {
+    /// Sends frames that are ready, and acknowledgements. Returns the bytes taken by the kernel.
+    pub fn send(&mut self, acks: SendAcks, space: &mut Workspace) -> io::Result<usize> {
         self.payload.poll_copies(&mut self.sender, &self.peer.queue);
         if self.sender.blocked || self.payload.stream_ended() {
             self.publish_load();
@@ -89,13 +99,13 @@ impl Channel {
         let mut moved = 0;
         while !self.sender.blocked && moved < PASS_BYTES {
             self.pull();
-            if self.wants_ack_frame(flush) {
+            if self.wants_ack_frame(acks) {
                 self.make_ack_frame();
             }
             let bytes = self.send_some(&mut space.pieces)?;
             // The next frame may wait for long, and the peer waits for the acknowledgement meanwhile.
-            let is_due = flush && self.ack_frame_fits() && self.receiver.acks.due();
-            if bytes == 0 && is_due && !self.sender.has_frame_soon() {
+            let is_due = acks != SendAcks::Urgent && self.ack_frame_fits() && self.receiver.acks.due();
+            if bytes == 0 && is_due && (acks == SendAcks::All || !self.sender.has_frame_soon()) {
                 self.make_ack_frame();
                 continue;
             }
@@ -131,9 +141,9 @@ impl Channel {
     }
 
     /// Whether an acknowledgement needs a frame of its own: it is urgent, or no data frame would carry it.
-    fn wants_ack_frame(&self, flush: bool) -> bool {
+    fn wants_ack_frame(&self, wanted: SendAcks) -> bool {
         let acks = &self.receiver.acks;
-        let alone = flush && acks.due() && self.sender.sent == self.sender.window.next();
+        let alone = wanted != SendAcks::Urgent && acks.due() && self.sender.sent == self.sender.window.next();
         (acks.urgent() || alone) && self.sender.sent_within == 0 && self.sender.ack_frame.is_empty()
     }
 
@@ -326,7 +336,7 @@ impl Channel {
         let until = self.peer.now() + limits::DRAIN_TIMEOUT;
         while self.peer.now() < until {
             self.sender.blocked = false;
-            let sent = self.send(true, space).and_then(|_| self.poll_lane());
+            let sent = self.send(SendAcks::All, space).and_then(|_| self.poll_lane());
             let unsent = self.sender.sent < self.sender.window.next();
             let more = self.payload.is_sending() || unsent || self.peer.queue.has_work();
             if sent.is_err() || !more {

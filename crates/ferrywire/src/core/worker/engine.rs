@@ -13,7 +13,7 @@ use std::time::Duration;
 use super::pinning::Pinning;
 use super::quiesce::{Abandoning, Closed};
 use super::{COPY_BACKOFF, Command, Loss, LostChannel, Worker};
-use crate::core::channel::{Channel, Workspace};
+use crate::core::channel::{Channel, SendAcks, Workspace};
 use crate::core::context::Context;
 use crate::core::operation::Hold;
 use crate::core::peer::PeerState;
@@ -105,8 +105,14 @@ impl ProgressEngine {
             return Polled::Done;
         }
         // While more data arrives, acknowledgements that are not urgent wait for a data frame.
-        let quiet = !worked || self.polls.is_multiple_of(ACK_POLLS);
-        worked |= self.send(worker, context, quiet);
+        let acks = if self.polls.is_multiple_of(ACK_POLLS) {
+            SendAcks::All
+        } else if worked {
+            SendAcks::Urgent
+        } else {
+            SendAcks::UnlessFrameSoon
+        };
+        worked |= self.send(worker, context, acks);
         if done() {
             return Polled::Done;
         }
@@ -425,25 +431,25 @@ impl ProgressEngine {
         }
     }
 
-    fn send(&mut self, worker: &Worker, context: &Context, flush: bool) -> bool {
+    fn send(&mut self, worker: &Worker, context: &Context, acks: SendAcks) -> bool {
         let mut worked = false;
         // Each pass starts with another channel. The first one gets most of a shared limit on bytes in
         // flight.
         self.first = (self.first + 1).checked_rem(self.slots.len()).unwrap_or(0);
         for place in (self.first..self.slots.len()).chain(0..self.first) {
-            worked |= self.send_at(worker, context, place, flush);
+            worked |= self.send_at(worker, context, place, acks);
         }
         worked
     }
 
-    fn send_at(&mut self, worker: &Worker, context: &Context, place: usize, flush: bool) -> bool {
+    fn send_at(&mut self, worker: &Worker, context: &Context, place: usize, acks: SendAcks) -> bool {
         let Some(slot) = &mut self.slots[place] else {
             return false;
         };
         if slot.polled {
             slot.channel.unblock();
         }
-        let sent = slot.channel.send(flush, &mut self.space);
+        let sent = slot.channel.send(acks, &mut self.space);
         worker.step();
         match sent {
             Ok(bytes) => {
@@ -491,7 +497,7 @@ impl ProgressEngine {
         let _moving = deferred_free::moving();
         for place in 0..self.slots.len() {
             if self.slots[place].as_ref().is_some_and(|slot| Arc::ptr_eq(&slot.channel.peer, peer)) {
-                self.send_at(worker, context, place, false);
+                self.send_at(worker, context, place, SendAcks::Urgent);
             }
         }
     }
