@@ -314,6 +314,33 @@ mod tests {
         bytes
     }
 
+    /// Regression: a thread that posted receives for messages that had come made the driver calls of a copy at every third post.
+    #[test]
+    fn messages_behind_the_first_are_copied_as_one_batch() {
+        const MESSAGES: u64 = 6;
+        let (_alone, gpu) = (alone(), SimGpu::open(ALONE).unwrap());
+        let memory = Memory::private_on(&Gpu::Sim(gpu.clone()), BYTES).unwrap();
+        let (messages, mut inbox) = (Messages::default(), Inbox::default());
+        gpu.set_stall(true);
+        (0..MESSAGES).for_each(|number| add(&messages, &mut inbox, number, &memory, 1));
+        let counts = || {
+            let state = messages.lock();
+            (state.copying.len(), state.waiting.len(), state.lines[0].calls())
+        };
+        let (copying, waiting, calls) = counts();
+        assert_eq!((copying, waiting), (1, MESSAGES as usize - 1));
+        assert!(messages.poll().is_empty());
+        // Each copy is a call, the mark behind the batch is one, and the poll asked the GPU once.
+        assert_eq!(counts(), (MESSAGES as usize, 0, calls + MESSAGES - 1 + 2));
+        gpu.set_stall(false);
+        let start = Instant::now();
+        while messages.any() {
+            messages.poll();
+            assert!(start.elapsed() < Duration::from_secs(60));
+        }
+        assert_eq!(contents(&memory), [1; BYTES]);
+    }
+
     /// Memory that is taken back while a GPU stands still: nothing is copied there any more, and the messages for other
     /// memory are copied later.
     #[test]
