@@ -70,7 +70,7 @@ fn hello(timeout_s: u32) -> String {
         r#"{{"op":"write","pattern":"unidir","memory":"host","peer_memory":"host","sizes":[8],"peers":1,"iters":1,
         "verify":"all","timeout_s":{timeout_s},"seed":1}}"#
     );
-    let version = 10;
+    let version = 11;
     format!(r#"{{"kind":"hello","version":{version},"run_id":"r","member":0,"boot_id":"","run":{run}}}"#)
 }
 
