@@ -3,8 +3,8 @@
 //!
 //! Each message starts with the stamp of its iteration, which the other end checks before it continues: a notification
 //! that overtakes its data fails the run. In GPU memory a stamp is written and checked by copies of several microseconds
-//! each: an answering end there makes them in some iterations only, from the eighth on, whose time is not recorded. Half of
-//! the round trip is the latency.
+//! each: an answering end there makes them in every eighth iteration only, and the time of these is not recorded. Half of the
+//! round trip is the latency.
 //! Read next: `session.rs`, the caller.
 
 use std::time::{Duration, Instant};

@@ -88,9 +88,9 @@ pub struct Outbox<O> {
     admitted: VecDeque<(u64, O)>,
     small: VecDeque<O>,
     /// Short announced sends that were matched, with their sinks: small operations, taken in turn with those in `small`. Receives
-    /// wait for them, and without a turn of their own they would follow all that is posted later.
+    /// wait for them, and without a turn of their own they would wait behind all that was posted before the match.
     matched: VecDeque<(O, u64)>,
-    /// Whether the last small operation that was taken was a matched send.
+    /// Whether the last small operation was a matched send, taken in its turn.
     took_matched: bool,
     bulk: VecDeque<Bulk<O>>,
     small_run: u64,

@@ -131,7 +131,7 @@ fn of_a_cancelled_write_nothing_is_sent_again_and_a_failed_message_keeps_its_tur
 }
 
 /// Regression: the bytes of a short send that the peer had matched waited behind half a megabyte of sends posted later, so its
-/// receive, and all behind it, ended milliseconds late.
+/// receive, and all behind it, ended milliseconds late. Later all such sends went before a short write that was posted meanwhile.
 #[test]
 fn short_sends_that_were_matched_are_sent_in_turn_with_what_was_posted_later() {
     let mut outbox = Outbox::new(PeerLimits { eager_credit_bytes: 0, ..PeerLimits::default() });

@@ -30,8 +30,8 @@ use ferrywire_proto::schedule::{self, Traffic};
 use ferrywire_proto::window::Window;
 use ferrywire_proto::wire::{self, HEADER_BYTES, Header, Kind, Refusal};
 
-/// Passes for which an acknowledgement waits for a short frame whose copy is in flight, and the longest such frame in bytes. The
-/// copy of a few bytes takes as long as the call that would send the acknowledgement alone.
+/// Passes without other work for which an acknowledgement waits for a short frame whose copy is in flight, and the longest such
+/// frame in bytes. The copy of a few bytes takes as long as the call that would send the acknowledgement alone.
 const COPY_PASSES: u32 = 16;
 const SHORT_COPY_BYTES: u32 = 64 << 10;
 /// Bytes of frames kept ready for the next send call.
@@ -67,7 +67,7 @@ pub(super) struct Sender {
     pub unreleased: VecDeque<(u64, Entry)>,
     /// Rest of an acknowledgement frame that is not sent completely.
     ack_frame: Vec<u8>,
-    /// Passes for which the acknowledgement that is due has waited for a copy.
+    /// Passes without other work for which the acknowledgement that is due has waited for a copy.
     ack_passes: u32,
     /// Whether the kernel took fewer bytes than offered. If so, send again when the socket is writable.
     pub blocked: bool,

@@ -104,7 +104,8 @@ impl ProgressEngine {
         if done() {
             return Polled::Done;
         }
-        // While more data arrives, acknowledgements that are not urgent wait for a data frame.
+        // While more data arrives, acknowledgements that are not urgent wait for a data frame. A pass without
+        // work leaves them only to a short frame that is almost ready, and one pass in `ACK_POLLS` leaves none.
         let acks = if self.polls.is_multiple_of(ACK_POLLS) {
             SendAcks::All
         } else if worked {
