@@ -90,7 +90,7 @@ pub struct Outbox<O> {
     /// Short announced sends that were matched, with their sinks: small operations, taken in turn with those in `small`. Receives
     /// wait for them, and without a turn of their own they would wait behind all that was posted before the match.
     matched: VecDeque<(O, u64)>,
-    /// Whether the last small operation was a matched send, taken in its turn.
+    /// Whether the last small operation was a matched send.
     took_matched: bool,
     bulk: VecDeque<Bulk<O>>,
     small_run: u64,
@@ -327,13 +327,13 @@ impl<O: Operation> Outbox<O> {
     fn next_small(&mut self, pull: Pull, gpu: bool, dropped: &mut Vec<O>) -> Option<Frame<O>> {
         let is_turn = !std::mem::take(&mut self.took_matched);
         let frame = if is_turn { self.next_matched(gpu, dropped) } else { None };
-        self.took_matched = frame.is_some();
         frame.or_else(|| self.next_posted(pull, gpu, dropped)).or_else(|| self.next_matched(gpu, dropped))
     }
 
     fn next_matched(&mut self, gpu: bool, dropped: &mut Vec<O>) -> Option<Frame<O>> {
         while let Some((op, sink)) = self.matched.pop_front_if(|(op, _)| gpu || !op.on_gpu()) {
             if !op.is_unsendable() {
+                self.took_matched = true;
                 let chunk = whole(&op);
                 return Some(chunk_frame(op, chunk, sink));
             }
