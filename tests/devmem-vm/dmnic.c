@@ -50,9 +50,16 @@ MODULE_PARM_DESC(fixed_places, "1: who adds a rule has to say where, as with som
 /* Set further down, where the queues are known. */
 static unsigned int hold;
 
-/* An RX queue; the peer's transmit path is its wire. */
+/*
+ * An RX queue; the peer's transmit path is its wire. It is polled on one CPU, as a queue
+ * whose interrupt has an affinity. The kernel leaves some buffers that were read elsewhere
+ * with the CPU that received them, until that CPU receives again: were the next packets
+ * received elsewhere, a small pool would stay dry.
+ */
 struct rq {
 	struct napi_struct napi;
+	call_single_data_t interrupt;
+	int cpu;
 	struct page_pool *pp;
 	struct sk_buff_head q;
 	int idx;
@@ -231,6 +238,21 @@ static void rx_skb(struct rq *r, struct sk_buff *tx)
 	}
 }
 
+static void on_interrupt(void *r)
+{
+	napi_schedule_irqoff(&((struct rq *)r)->napi);
+}
+
+/* Called with bottom halves off. */
+static void interrupt(struct rq *r)
+{
+	if (r->cpu == smp_processor_id())
+		napi_schedule(&r->napi);
+	else
+		/* One that is under way does. */
+		smp_call_function_single_async(r->cpu, &r->interrupt);
+}
+
 static int dm_poll(struct napi_struct *napi, int budget)
 {
 	struct rq *r = container_of(napi, struct rq, napi);
@@ -261,7 +283,7 @@ static int set_hold(const char *value, const struct kernel_param *kp)
 
 			local_bh_disable();
 			if (READ_ONCE(r->on))
-				napi_schedule(&r->napi);
+				interrupt(r);
 			local_bh_enable();
 		}
 	return e;
@@ -350,7 +372,7 @@ static netdev_tx_t dm_xmit(struct sk_buff *skb, struct net_device *dev)
 	if (!READ_ONCE(r->on) || skb_queue_len(&r->q) > MAX_BACKLOG)
 		goto drop;
 	skb_queue_tail(&r->q, skb);
-	napi_schedule(&r->napi);
+	interrupt(r);
 	return NETDEV_TX_OK;
 drop:
 	dev_core_stats_tx_dropped_inc(dev);
@@ -673,6 +695,8 @@ static int make_nic(int i)
 	for (k = 0; k < NQ; k++) {
 		d->rq[k].idx = k;
 		d->rq[k].dev = dev;
+		d->rq[k].cpu = cpumask_local_spread(k, NUMA_NO_NODE);
+		INIT_CSD(&d->rq[k].interrupt, on_interrupt, &d->rq[k]);
 		skb_queue_head_init(&d->rq[k].q);
 		netif_napi_add(dev, &d->rq[k].napi, dm_poll);
 	}

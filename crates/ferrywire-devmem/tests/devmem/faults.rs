@@ -3,6 +3,8 @@
 use crate::receive::hold;
 use crate::vm::{self, KIB, Knob, Link, MIB, Receiver, Sender, WAY, send_all, take};
 use ferrywire_devmem::sys::devmem::{Control, Fragment, Tokens};
+use ferrywire_sys::affinity::on_cores;
+use ferrywire_sys::socket;
 use std::os::fd::AsRawFd;
 use std::thread;
 
@@ -60,6 +62,24 @@ fn a_pool_that_ran_dry_goes_on_after_a_release() {
         let way = vm::Way { batch: 32, ..WAY };
         assert_eq!(take(&link, &receiver, got, bytes - got, way).bytes(), bytes - got);
     });
+}
+
+/// Regression: a NIC's queue was polled on the CPU that sent, and the kernel left buffers that had been read with the CPU that
+/// received them, until that CPU received again. The pool stayed dry after the release, and so did retransmissions come to
+/// nothing.
+#[test]
+fn the_packets_of_a_queue_are_received_on_one_cpu() {
+    if !vm::is_here() {
+        return;
+    }
+    let (receiver, sender, link) = (Receiver::new(MIB), Sender::new(), Link::steered());
+    let cpus = [0, 1].map(|cpu| {
+        let position = cpu * 32 * KIB;
+        on_cores(&[cpu], || send_all(&link, sender.id, position, 32 * KIB, 32 * KIB)).expect("both CPUs");
+        take(&link, &receiver, position, 32 * KIB, WAY);
+        socket::get_int(link.near.as_raw_fd(), libc::SOL_SOCKET, libc::SO_INCOMING_CPU).expect("a CPU")
+    });
+    assert_eq!(cpus[0], cpus[1]);
 }
 
 /// Receives and keeps fragments until nothing has arrived for a second.
