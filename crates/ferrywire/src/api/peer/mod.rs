@@ -668,14 +668,15 @@ impl Peer {
 }
 
 fn lined_up(side: &'static str, region: &Region, blocks: &[(u64, u64)]) -> Result<Pieces> {
-    let mut position = 0;
-    let mut pieces = Vec::with_capacity(blocks.len());
     for (offset, bytes) in blocks {
         region.check(side, *offset, *bytes)?;
-        pieces.push(Piece { local: *offset, remote: position, len: *bytes });
-        position += bytes;
     }
-    Ok(Pieces::joined(pieces))
+    let mut position = 0;
+    Ok(Pieces::joined(blocks.iter().map(|(offset, bytes)| {
+        let remote = position;
+        position += bytes;
+        Piece { local: *offset, remote, len: *bytes }
+    })))
 }
 
 fn message_behind_bytes(message: Option<&[u8]>) -> Result<Box<[u8]>> {

@@ -71,6 +71,10 @@ impl PeerState {
 
     /// Sends and applies the actions that an arrived message, or a posted receive, causes.
     pub fn reply(&self, replies: Vec<Reply>) {
+        // Most messages cause none.
+        if replies.is_empty() {
+            return;
+        }
         let mut replies = VecDeque::from(replies);
         while let Some(reply) = replies.pop_front() {
             match reply {
