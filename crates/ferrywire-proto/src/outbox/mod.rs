@@ -325,9 +325,16 @@ impl<O: Operation> Outbox<O> {
     }
 
     fn next_small(&mut self, pull: Pull, gpu: bool, dropped: &mut Vec<O>) -> Option<Frame<O>> {
-        let is_turn = !std::mem::take(&mut self.took_matched);
-        let frame = if is_turn { self.next_matched(gpu, dropped) } else { None };
-        frame.or_else(|| self.next_posted(pull, gpu, dropped)).or_else(|| self.next_matched(gpu, dropped))
+        if !self.took_matched
+            && let Some(frame) = self.next_matched(gpu, dropped)
+        {
+            return Some(frame);
+        }
+        if let Some(frame) = self.next_posted(pull, gpu, dropped) {
+            self.took_matched = false;
+            return Some(frame);
+        }
+        self.next_matched(gpu, dropped)
     }
 
     fn next_matched(&mut self, gpu: bool, dropped: &mut Vec<O>) -> Option<Frame<O>> {

@@ -136,7 +136,8 @@ fn of_a_cancelled_write_nothing_is_sent_again_and_a_failed_message_keeps_its_tur
 fn short_sends_that_were_matched_are_sent_in_turn_with_what_was_posted_later() {
     let mut outbox = Outbox::new(PeerLimits { eager_credit_bytes: 0, ..PeerLimits::default() });
     outbox.post(write(1, 5 * limits::CHUNK_BYTES_MIN as u64)).unwrap();
-    let sends: Vec<_> = (2..=8).map(|id| Model::new(id, Verb::Send, 9, 10)).collect();
+    let send = |id| Model::new(id, Verb::Send, 9, 10).with(|facts| facts.on_gpu = id == 8);
+    let sends: Vec<_> = (2..=8).map(send).collect();
     for send in &sends {
         let send = outbox.number_send(|_| Some(send.retain())).unwrap();
         outbox.post_joined(send).unwrap();
@@ -156,6 +157,8 @@ fn short_sends_that_were_matched_are_sent_in_turn_with_what_was_posted_later() {
     let key = |frame: &Frame<Model>| (frame.header.transfer, frame.header.key);
     let keys: Vec<_> = sent.iter().map(key).collect();
     assert_eq!(keys, [(2, 72), (9, 9), (5, 75), (10, 9), (6, 76), (7, 77)], "and nothing of bulk");
+    // The last one is on a GPU. A pull that finds nothing is no turn of the others.
+    assert!(outbox.next(Pull { bulk: false, ..pull() }, false, &mut dropped).is_none());
     outbox.post(write(11, 10)).unwrap();
     let next = outbox.next(pull(), true, &mut dropped).unwrap();
     assert_eq!(key(&next), (11, 9), "a matched one has just gone");
