@@ -51,14 +51,15 @@ MODULE_PARM_DESC(fixed_places, "1: who adds a rule has to say where, as with som
 static unsigned int hold;
 
 /*
- * An RX queue; the peer's transmit path is its wire. It is polled on one CPU, as a queue
- * whose interrupt has an affinity. The kernel leaves some buffers that were read elsewhere
- * with the CPU that received them, until that CPU receives again: were the next packets
- * received elsewhere, a small pool would stay dry.
+ * An RX queue; the peer's transmit path is its wire. It is polled on one CPU, like a queue
+ * whose interrupt has an affinity. The CPU that received a packet frees it when another CPU
+ * has read it, but only once it receives again. If the next packets were received on another
+ * CPU, a small pool would stay dry.
  */
 struct rq {
 	struct napi_struct napi;
 	call_single_data_t interrupt;
+	unsigned long is_called;
 	int cpu;
 	struct page_pool *pp;
 	struct sk_buff_head q;
@@ -238,19 +239,27 @@ static void rx_skb(struct rq *r, struct sk_buff *tx)
 	}
 }
 
-static void on_interrupt(void *r)
+static void on_interrupt(void *data)
 {
-	napi_schedule_irqoff(&((struct rq *)r)->napi);
+	struct rq *r = data;
+
+	/* A packet that comes later makes a call of its own; this poll finds all earlier ones. */
+	clear_bit(0, &r->is_called);
+	smp_mb__after_atomic();
+	napi_schedule_irqoff(&r->napi);
 }
 
-/* Called with bottom halves off. */
+/* Called with bottom halves off, on any CPU: the bit lets one of them make the call. */
 static void interrupt(struct rq *r)
 {
-	if (r->cpu == smp_processor_id())
+	if (r->cpu == smp_processor_id()) {
 		napi_schedule(&r->napi);
-	else
-		/* One that is under way does. */
-		smp_call_function_single_async(r->cpu, &r->interrupt);
+	} else if (!test_and_set_bit(0, &r->is_called) &&
+		   smp_call_function_single_async(r->cpu, &r->interrupt)) {
+		/* That CPU is off. */
+		clear_bit(0, &r->is_called);
+		napi_schedule(&r->napi);
+	}
 }
 
 static int dm_poll(struct napi_struct *napi, int budget)
