@@ -52,7 +52,7 @@ fn an_acknowledgement_goes_with_a_short_frame_that_is_being_copied() {
     until(&|| !(near.progress() | far.progress()));
 
     let channel = || here.stats().channels[0].clone();
-    // The bytes that `near` sends for a message while the copy of its answer stands, in passes until `so`, and then goes on.
+    // The bytes that `near` sends for a message and its answer. The answer's copy stands still until the bytes sent are `so`.
     let sent_until = |so: &dyn Fn(u64) -> bool| {
         gpu.set_stall(true);
         let answer = here.write(&ours, 0, &from.descriptor(), 0, 4096).unwrap();
@@ -77,7 +77,8 @@ fn an_acknowledgement_goes_with_a_short_frame_that_is_being_copied() {
     };
     // One of 64 passes sends it in any case.
     assert!((0..5).any(|_| sent_until(&|_| true) == 64 + 4096), "the acknowledgement went alone");
-    // A copy may take long, and the peer waits for the acknowledgement meanwhile.
+    // A copy may take long, and the peer waits for the acknowledgement meanwhile: at most 16 passes without other work keep it
+    // back.
     for _ in 0..5 {
         let passes = Cell::new(0);
         sent_until(&|sent| {
