@@ -121,19 +121,21 @@ def serving(o, command, port, env):
     """A program listening in the target's namespace."""
     child = subprocess.Popen(within(o.target_ns, command), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env)
     try:
-        wait_for_listener(o, port)
+        wait_for_listener(o, port, child)
         yield
     finally:
         child.kill()
         child.wait()
 
 
-def wait_for_listener(o, port, timeout=30.0):
+def wait_for_listener(o, port, child, timeout=30.0):
     end = time.monotonic() + timeout
     while time.monotonic() < end:
         table = subprocess.run(within(o.target_ns, ["cat", "/proc/net/tcp"]), capture_output=True, text=True).stdout
         if any(f[1].endswith(f":{port:04X}") and f[3] == "0A" for f in map(str.split, table.splitlines()[1:])):
             return
+        if child.poll() is not None:
+            raise Failed(f"the target ended with status {child.returncode} before it listened")
         time.sleep(0.02)
     raise Failed(f"the target has not listened on port {port} within {timeout:g} s")
 
