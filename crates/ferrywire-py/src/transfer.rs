@@ -151,7 +151,7 @@ impl Transfer {
 /// of transfers in flight. `timeout` is the longest time in all, in seconds; 0 does not wait.
 ///
 /// Raises `TimedOut`, after which all transfers are still in flight; `UsageError` for an empty sequence, for other
-/// objects, and for transfers of several peers.
+/// objects, and for transfers of several peers of which none has ended.
 #[pyfunction]
 #[pyo3(signature = (transfers, timeout=None))]
 pub fn wait_any(transfers: &Bound<'_, PyAny>, timeout: Option<f64>) -> PyResult<usize> {

@@ -84,16 +84,20 @@ def test_progress_does_not_extend_the_timeout(pair: Pair):
 
 def test_arguments_that_are_not_transfers_of_one_peer_are_refused(pair: Pair):
     with fw.Endpoint("127.0.0.1:0") as other, pair.near.connect(other.metadata(), timeout=LIMIT) as to_other:
-        notes = [pair.to_far.notify(b"a"), to_other.notify(b"b")]
+        target = pair.near.register(bytearray(8))
+        receives = [peer.recv(1, target) for peer in (pair.to_far, to_other)]
         for wrong, why in (
             ([], "transfers: the list is empty: give at least one"),
-            (notes, "transfers: the transfers are of several peers, .*far.* and .*: give transfers of one peer"),
-            ([notes[0], None], "transfers: entry 1 is NoneType, not a Transfer"),
+            (receives, "transfers: the transfers are of several peers, .*far.* and .*: give transfers of one peer"),
+            ([receives[0], None], "transfers: entry 1 is NoneType, not a Transfer"),
             ([pair.to_far], "transfers: entry 0 is Peer, not a Transfer"),
-            (notes[0], "transfers: Transfer is not a sequence of transfers: try \\[x\\]"),
+            (receives[0], "transfers: Transfer is not a sequence of transfers: try \\[x\\]"),
         ):
             with pytest.raises(fw.UsageError, match=why):
                 fw.wait_any(wrong, LIMIT)
         with pytest.raises(fw.UsageError, match="timeout: -1 is not a number of seconds"):
-            fw.wait_any(notes[:1], -1)
-        assert [note.wait(LIMIT) for note in notes] == [0, 0]
+            fw.wait_any(receives[:1], -1)
+        for receive in receives:
+            receive.cancel()
+            with pytest.raises(fw.Cancelled):
+                receive.wait(LIMIT)

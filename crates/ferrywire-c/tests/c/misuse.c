@@ -61,15 +61,26 @@ static void nulls(struct pair pair) {
     USAGE(ferrywire_transfer_poll(NULL, NULL), "NULL");
     USAGE(ferrywire_transfer_wait(NULL, 0, 0, NULL), "NULL");
     size_t first = 77;
-    ferrywire_transfer *none = NULL, *notes[2];
+    ferrywire_transfer *none = NULL, *notes[2], *receives[2];
+    ferrywire_region *targets[2];
     USAGE(ferrywire_transfer_wait_any(NULL, 0, 0, 0, &first), "transfers: the list is empty: give at least one");
     USAGE(ferrywire_transfer_wait_any(NULL, 2, 0, 0, &first), "transfers is NULL, and its count is 2");
     USAGE(ferrywire_transfer_wait_any(&none, 1, 0, 0, &first), "the ferrywire_transfer is NULL");
     OK(ferrywire_notify(pair.near, "a", 1, &notes[0]));
     OK(ferrywire_notify(pair.far, "b", 1, &notes[1]));
     USAGE(ferrywire_transfer_wait_any(notes, 1, 0, 0, NULL), "the output pointer for the index is NULL");
-    USAGE(ferrywire_transfer_wait_any(notes, 2, 0, 0, &first), "of several peers");
+    OK(ferrywire_allocate(pair.ends[0], 64, &targets[0]));
+    OK(ferrywire_allocate(pair.ends[1], 64, &targets[1]));
+    OK(ferrywire_recv(pair.near, 78, targets[0], 0, 64, &receives[0]));
+    OK(ferrywire_recv(pair.far, 78, targets[1], 0, 64, &receives[1]));
+    USAGE(ferrywire_transfer_wait_any(receives, 2, 0, 0, &first), "of several peers");
     CHECK(first == 77);
+    for (int at = 0; at < 2; at++) {
+        OK(ferrywire_transfer_cancel(receives[at]));
+        FAILS(ferrywire_transfer_wait(receives[at], LIMIT_MS, -1, NULL), FERRYWIRE_ERROR_CANCELLED, "cancelled");
+        OK(ferrywire_transfer_free(receives[at]));
+        OK(ferrywire_region_free(targets[at]));
+    }
     OK(ferrywire_transfer_wait(notes[0], LIMIT_MS, -1, NULL));
     OK(ferrywire_transfer_wait(notes[1], LIMIT_MS, -1, NULL));
     OK(ferrywire_transfer_free(notes[0]));

@@ -111,7 +111,7 @@ impl Transfer {
     ///
     /// # Errors
     /// [`TransferError::Stalled`]: then all transfers are still in flight. [`TransferError::Invalid`] if there are none, or
-    /// they are of several peers.
+    /// they are of several peers and none has ended.
     pub fn wait_any<'a>(
         transfers: impl IntoIterator<Item = &'a Transfer, IntoIter: Clone>,
         stall_timeout: Duration,
@@ -133,6 +133,16 @@ impl Transfer {
         let Some(first) = transfers.clone().next() else {
             return Err(Error::invalid("transfers", "the list is empty: give at least one").into());
         };
+        let ended = || transfers.clone().position(|transfer| transfer.op.ended());
+        let lost = || first.outcome().is_some().then_some(0);
+        let progress = || {
+            transfers.clone().fold(0, |sum: u64, transfer| sum.wrapping_add(transfer.op.progress_counter()))
+        };
+        // A caller with many transfers in flight mostly finds an ended one among the first, and then neither reads the
+        // clock nor looks at the others.
+        if let Some(at) = ended().or_else(lost) {
+            return Ok(at);
+        }
         if let Some(other) = transfers.clone().find(|other| !first.has_peer_of(other)) {
             let why = format!(
                 "the transfers are of several peers, {} and {}: give transfers of one peer",
@@ -140,15 +150,6 @@ impl Transfer {
                 other.peer().name()
             );
             return Err(Error::invalid("transfers", why).into());
-        }
-        let ended = || transfers.clone().position(|transfer| transfer.op.ended());
-        let lost = || first.outcome().is_some().then_some(0);
-        let progress = || {
-            transfers.clone().fold(0, |sum: u64, transfer| sum.wrapping_add(transfer.op.progress_counter()))
-        };
-        // A caller with many transfers in flight mostly finds an ended one, and then reads no clock.
-        if let Some(at) = ended().or_else(lost) {
-            return Ok(at);
         }
         let until = (timeout < Duration::MAX).then(|| first.peer().now().saturating_add(timeout));
         let mut before = progress();
