@@ -80,8 +80,8 @@ impl Connection {
     }
 
     /// Handles a newly posted operation; see [`Workers::kick`](crate::core::worker::Workers::kick).
-    pub fn kick(&self, bytes: u64) {
-        self.running.workers.kick(&self.state, bytes);
+    pub fn kick(&self, bytes: u64, staged: bool) {
+        self.running.workers.kick(&self.state, bytes, staged);
     }
 
     /// Makes progress for a poll without waiting; see
@@ -133,7 +133,7 @@ impl Connection {
             _ => {
                 let taken = state.queue.take_back(op).or_else(|| state.queue.take_out(op));
                 taken.into_iter().for_each(Hold::cut_short);
-                self.kick(0);
+                self.kick(0, false);
             }
         }
     }
@@ -354,13 +354,14 @@ impl Peer {
         let op = self.op(Task::read(source.key), pieces, Some(target.memory().clone()));
         let op = self.begin_posted(op)?;
         let transfer = self.transfer(&op);
-        self.start_read(op)?;
+        self.start_read(op, source)?;
         Ok(transfer)
     }
 
-    /// Requests the bytes of a read that has begun.
-    fn start_read(&self, op: Hold) -> Result<()> {
+    /// Requests the bytes of a read of `source` that has begun.
+    fn start_read(&self, op: Hold, source: &RemoteRegion) -> Result<()> {
         let bytes = op.total;
+        let staged = op.on_gpu() || source.location() != MemoryLocation::Host;
         if bytes == 0 || self.after.is_some() {
             self.state().queue.join(&op);
         }
@@ -388,7 +389,7 @@ impl Peer {
             });
         }
         start(self.state(), op);
-        self.connection.kick(bytes);
+        self.connection.kick(bytes, staged);
         Ok(())
     }
 
@@ -432,7 +433,7 @@ impl Peer {
             (Some(ready), Some(held)) => {
                 state.start_after(ready.clone(), held, |state, op| state.start(op))?
             }
-            _ => self.connection.kick(op.total),
+            _ => self.connection.kick(op.total, op.on_gpu()),
         }
         Ok(self.transfer(&op))
     }
@@ -497,7 +498,7 @@ impl Peer {
             }
         }
         if answer {
-            self.connection.kick(0);
+            self.connection.kick(0, false);
         }
         Ok(transfer)
     }

@@ -49,7 +49,7 @@ impl Peer {
         } else {
             state.post_behind_children(parent);
         }
-        self.connection.kick(transfer.op.total);
+        self.connection.kick(transfer.op.total, state.writes_to_gpus());
         Ok(transfer)
     }
 
@@ -62,10 +62,11 @@ impl Peer {
         for (pair, _) in &pairs {
             self.check(&pair.local, &pair.remote)?;
         }
+        let sources: Vec<_> = pairs.iter().map(|(pair, _)| &pair.remote).collect();
         let (parent, children) = self.begin_joined(Task::read, pairs, Box::default())?;
         let transfer = self.transfer(&parent);
-        for child in children {
-            let started = self.check_there().and_then(|()| self.start_read(child));
+        for (child, source) in children.into_iter().zip(sources) {
+            let started = self.check_there().and_then(|()| self.start_read(child, source));
             started.map_err(|error| failed(&parent, error))?;
         }
         Ok(transfer)

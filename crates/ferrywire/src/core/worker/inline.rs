@@ -35,6 +35,9 @@ const CLAIM: Duration = Duration::from_millis(2);
 const DRIVE_BYTES: u64 = 4 << 20;
 /// Largest operation, in bytes, that may wait to be sent together with others.
 const DEFERRED_BYTES_MAX: u64 = 4 << 10;
+/// The same for an operation that an end copies to or from a GPU. A copy of several costs as many driver calls, at both
+/// ends, as a copy of one, and these calls take longer than sending so many bytes.
+const STAGED_DEFERRED_BYTES_MAX: u64 = 16 << 10;
 /// Most frames that wait to be sent together: as many as the kernel puts into one packet. One more frame would
 /// need a second packet, almost empty, which costs as much as the first.
 const DEFERRED_FRAMES_MAX: usize = 15;
@@ -151,10 +154,9 @@ impl Workers {
     pub fn post(&self, peer: &Arc<PeerState>, op: Hold) -> bool {
         let bytes = op.total;
         let home = &self[peer.home_index()];
-        let waiting = peer.queue.waiting() + 1;
-        let company = waiting < frames_in_company(peer.in_flight_beside_one(), waiting);
+        let staged = op.on_gpu() || peer.writes_to_gpus();
         let goes_now = bytes <= SMALL_BYTES_MAX
-            && !(company && bytes <= DEFERRED_BYTES_MAX)
+            && !is_deferred(bytes, staged, peer.in_flight_beside_one(), peer.queue.waiting() + 1)
             && (!peer.in_bulk() || self.context.is_caller_driven());
         // A caller that holds the engine needs one lock of the queue to post the operation and take its
         // frame.
@@ -169,20 +171,19 @@ impl Workers {
         }
         let posted = peer.queue.post(op);
         if posted {
-            self.kick(peer, bytes);
+            self.kick(peer, bytes, staged);
         }
         posted
     }
 
     /// Handles a newly posted operation: sends it inline where that is best, or makes sure that a thread
-    /// sends it.
-    pub fn kick(&self, peer: &Arc<PeerState>, bytes: u64) {
+    /// sends it. `staged` says whether an end copies the bytes to or from a GPU.
+    pub fn kick(&self, peer: &Arc<PeerState>, bytes: u64, staged: bool) {
         let context = &self.context;
         let home = &self[peer.home_index()];
         // A caller that polls inline sends several small operations in one call when it waits.
-        let waiting = peer.queue.waiting();
-        let company = waiting < frames_in_company(peer.in_flight_beside_one(), waiting);
-        if company && bytes <= DEFERRED_BYTES_MAX && home.sleeper().may_leave_behind() {
+        let deferred = is_deferred(bytes, staged, peer.in_flight_beside_one(), peer.queue.waiting());
+        if deferred && home.sleeper().may_leave_behind() {
             return;
         }
         // Bulk is left to the threads, which may be pinned.
@@ -246,6 +247,12 @@ impl Pauses {
             _ => thread::sleep(SPIN),
         }
     }
+}
+
+/// Whether an operation of `bytes` bytes waits to be sent together with others; see [`frames_in_company`].
+fn is_deferred(bytes: u64, staged: bool, in_flight: u64, waiting: usize) -> bool {
+    let bytes_max = if staged { STAGED_DEFERRED_BYTES_MAX } else { DEFERRED_BYTES_MAX };
+    bytes <= bytes_max && waiting < frames_in_company(in_flight, waiting)
 }
 
 /// Number of frames to wait for before a socket call, with `in_flight` operations in flight besides the one
@@ -469,6 +476,16 @@ mod tests {
             assert_eq!(locks() - before, 1);
             assert_eq!(write.wait(limit), Ok(BYTES as u64));
         }
+    }
+
+    /// Regression: 8 KiB of a GPU went one by one, with all driver calls for each, at half the rate of 4 KiB.
+    #[test]
+    fn short_operations_of_gpus_wait_for_others_in_flight() {
+        for bytes in [8 << 10, 16 << 10] {
+            assert!(is_deferred(bytes, true, 1, 1) && !is_deferred(bytes, true, 0, 1));
+            assert!(!is_deferred(bytes, false, 1, 1), "host memory needs no copy");
+        }
+        assert!(!is_deferred(64 << 10, true, 1, 1), "sending this takes as long as its copy");
     }
 
     #[test]
