@@ -33,20 +33,14 @@ const BULK_SPIN: Duration = Duration::from_micros(200);
 const CLAIM: Duration = Duration::from_millis(2);
 /// Bytes that a waiting caller moves before it hands the rest to the thread, which may be pinned.
 const DRIVE_BYTES: u64 = 4 << 20;
-/// Largest operation, in bytes, that may wait to be sent together with others.
-const DEFERRED_BYTES_MAX: u64 = 4 << 10;
-/// The same for an operation that an end copies to or from a GPU. A copy of several costs as many driver calls, at both
-/// ends, as a copy of one, and these calls take longer than sending so many bytes.
-const STAGED_DEFERRED_BYTES_MAX: u64 = 16 << 10;
-/// Most frames that wait to be sent together: as many as the kernel puts into one packet. One more frame would
-/// need a second packet, almost empty, which costs as much as the first.
-const DEFERRED_FRAMES_MAX: usize = 15;
+/// Most frames that wait to be sent together: as many of 4 KiB as the kernel puts into one packet. One more frame
+/// would need a second packet, almost empty, which costs as much as the first.
+const DEFERRED_FRAMES_MAX: u64 = 15;
 /// Fewest bytes that the kernel puts into one packet: whole segments within 64 KiB, seven at an MTU of 9000.
-const PACKET_BYTES: usize = 7 * 8948;
-/// Operations in flight with which the peer stays busy until a call of two packets is made.
-const SENT_FOR_TWO: u64 = 2 * DEFERRED_FRAMES_MAX as u64;
-
-const _: () = assert!(DEFERRED_FRAMES_MAX * (DEFERRED_BYTES_MAX as usize + HEADER_BYTES) <= PACKET_BYTES);
+const PACKET_BYTES: u64 = 7 * 8948;
+/// Largest operation, in bytes, of which as many wait if an end copies the bytes to or from a GPU. A copy of several
+/// costs as many driver calls, at both ends, as a copy of one, and these calls take longer than sending so many bytes.
+const STAGED_DEFERRED_BYTES_MAX: u64 = 16 << 10;
 
 /// Longest time that a waiting caller sleeps before it checks again.
 const PARK: Duration = Duration::from_millis(50);
@@ -156,7 +150,7 @@ impl Workers {
         let home = &self[peer.home_index()];
         let staged = op.on_gpu() || peer.writes_to_gpus();
         let goes_now = bytes <= SMALL_BYTES_MAX
-            && !is_deferred(bytes, staged, peer.in_flight_beside_one(), peer.queue.waiting() + 1)
+            && !is_deferred(bytes, staged, peer.in_flight_beside_one(), peer.queue.waiting() as u64 + 1)
             && (!peer.in_bulk() || self.context.is_caller_driven());
         // A caller that holds the engine needs one lock of the queue to post the operation and take its
         // frame.
@@ -182,7 +176,7 @@ impl Workers {
         let context = &self.context;
         let home = &self[peer.home_index()];
         // A caller that polls inline sends several small operations in one call when it waits.
-        let deferred = is_deferred(bytes, staged, peer.in_flight_beside_one(), peer.queue.waiting());
+        let deferred = is_deferred(bytes, staged, peer.in_flight_beside_one(), peer.queue.waiting() as u64);
         if deferred && home.sleeper().may_leave_behind() {
             return;
         }
@@ -249,20 +243,18 @@ impl Pauses {
     }
 }
 
-/// Whether an operation of `bytes` bytes waits to be sent together with others; see [`frames_in_company`].
-fn is_deferred(bytes: u64, staged: bool, in_flight: u64, waiting: usize) -> bool {
-    let bytes_max = if staged { STAGED_DEFERRED_BYTES_MAX } else { DEFERRED_BYTES_MAX };
-    bytes <= bytes_max && waiting < frames_in_company(in_flight, waiting)
-}
-
-/// Number of frames to wait for before a socket call, with `in_flight` operations in flight besides the one
-/// just posted, and `waiting` frames queued.
-fn frames_in_company(in_flight: u64, waiting: usize) -> usize {
-    match in_flight {
-        0 => 0,
-        _ if in_flight.saturating_sub(waiting as u64) < SENT_FOR_TWO => DEFERRED_FRAMES_MAX,
-        _ => 2 * DEFERRED_FRAMES_MAX,
-    }
+/// Whether an operation of `bytes` bytes waits to be sent together with others, with `in_flight` operations in flight
+/// besides it and `waiting` frames queued, its own among them. `staged` says whether an end copies the bytes to or
+/// from a GPU.
+fn is_deferred(bytes: u64, staged: bool, in_flight: u64, waiting: u64) -> bool {
+    let together = if staged && bytes <= STAGED_DEFERRED_BYTES_MAX {
+        DEFERRED_FRAMES_MAX
+    } else {
+        (PACKET_BYTES / bytes.saturating_add(HEADER_BYTES as u64)).min(DEFERRED_FRAMES_MAX)
+    };
+    // With so many in flight the peer stays busy until a call of two packets is made.
+    let packets = if in_flight.saturating_sub(waiting) >= 2 * together { 2 } else { 1 };
+    in_flight > 0 && together > 1 && waiting < packets * together
 }
 
 impl Worker {
@@ -478,31 +470,43 @@ mod tests {
         }
     }
 
-    /// Regression: 8 KiB of a GPU went one by one, with all driver calls for each, at half the rate of 4 KiB.
-    #[test]
-    fn short_operations_of_gpus_wait_for_others_in_flight() {
-        for bytes in [8 << 10, 16 << 10] {
-            assert!(is_deferred(bytes, true, 1, 1) && !is_deferred(bytes, true, 0, 1));
-            assert!(!is_deferred(bytes, false, 1, 1), "host memory needs no copy");
-        }
-        assert!(!is_deferred(64 << 10, true, 1, 1), "sending this takes as long as its copy");
+    /// How many operations of `bytes` bytes are queued when the last of them is sent.
+    fn sent_together(bytes: u64, staged: bool, in_flight: u64) -> u64 {
+        (1..).find(|waiting| !is_deferred(bytes, staged, in_flight, *waiting)).unwrap_or_default()
     }
 
+    /// Regression: only operations of up to 4 KiB waited for others. Those of 8 and 16 KiB went one by one, each with a
+    /// socket call at both ends, slower than 4 KiB.
     #[test]
-    fn an_operation_alone_goes_at_once_and_many_go_in_whole_packets() {
-        assert_eq!(frames_in_company(0, 1), 0);
-        let frame = DEFERRED_BYTES_MAX as usize + HEADER_BYTES;
-        for in_flight in [1, 15, 31, 63, 1000] {
-            for waiting in [1, 14, 29] {
-                let frames = frames_in_company(in_flight, waiting);
-                let packets = (frames * frame).div_ceil(PACKET_BYTES);
-                assert!(packets * PACKET_BYTES - frames * frame < frame, "{in_flight}: packets are not full");
-                let sent = in_flight.saturating_sub(waiting as u64);
+    fn an_operation_alone_goes_at_once_and_short_ones_go_in_whole_packets() {
+        for bytes in [0, 8, 4 << 10, 8 << 10, 16 << 10, 64 << 10] {
+            assert_eq!(sent_together(bytes, false, 0), 1);
+        }
+        for (bytes, frames) in [(4 << 10, 15), (8 << 10, 7), (16 << 10, 3)] {
+            let frame = bytes + HEADER_BYTES as u64;
+            for in_flight in [1, 15, 31, 63, 1000] {
+                let together = sent_together(bytes, false, in_flight);
+                let sent = in_flight.saturating_sub(together - 1);
+                let packets = together / frames;
+                assert!([1, 2].contains(&packets) && together.is_multiple_of(frames));
                 assert!(
-                    packets == 1 || sent as usize >= frames,
-                    "{in_flight}: the peer has too few operations in flight"
+                    (together + packets) * frame > packets * PACKET_BYTES,
+                    "{bytes}: packets are not full"
                 );
+                assert!(packets == 1 || sent >= together, "{in_flight}: the peer has too few operations");
             }
         }
+        for in_flight in [1, 15, 1000] {
+            assert_eq!(sent_together(32 << 10, false, in_flight), 1, "two of them do not fit into a packet");
+        }
+    }
+
+    /// Regression: 8 KiB of a GPU went one by one, with all driver calls for each, at half the rate of 4 KiB.
+    #[test]
+    fn operations_of_gpus_share_copies_up_to_16_kib() {
+        for bytes in [4 << 10, 8 << 10, 16 << 10] {
+            assert_eq!([0, 1, 15].map(|in_flight| sent_together(bytes, true, in_flight)), [1, 15, 15]);
+        }
+        assert_eq!(sent_together(64 << 10, true, 15), 1, "sending this takes as long as its copy");
     }
 }
