@@ -75,13 +75,19 @@ impl Connection {
     }
 
     /// Posts an operation; see [`Workers::post`](crate::core::worker::Workers::post).
-    pub fn post(&self, op: Hold) -> bool {
-        self.running.workers.post(&self.state, op)
+    pub fn post(&self, op: Hold, staged: bool) -> bool {
+        self.running.workers.post(&self.state, op, staged)
     }
 
-    /// Handles a newly posted operation; see [`Workers::kick`](crate::core::worker::Workers::kick).
-    pub fn kick(&self, bytes: u64, staged: bool) {
-        self.running.workers.kick(&self.state, bytes, staged);
+    /// Handles newly posted operations; see [`Workers::kick`](crate::core::worker::Workers::kick).
+    pub fn kick(&self, bytes: u64) {
+        self.running.workers.kick(&self.state, bytes);
+    }
+
+    /// Handles a newly posted operation; see
+    /// [`Workers::kick_or_defer`](crate::core::worker::Workers::kick_or_defer).
+    pub fn kick_or_defer(&self, bytes: u64, staged: bool) {
+        self.running.workers.kick_or_defer(&self.state, bytes, staged);
     }
 
     /// Makes progress for a poll without waiting; see
@@ -133,7 +139,7 @@ impl Connection {
             _ => {
                 let taken = state.queue.take_back(op).or_else(|| state.queue.take_out(op));
                 taken.into_iter().for_each(Hold::cut_short);
-                self.kick(0, false);
+                self.kick_or_defer(0, false);
             }
         }
     }
@@ -284,7 +290,8 @@ impl Peer {
         self.check_write(source, target)?;
         let mut op = self.op(Task::Write { region: target.key }, pieces, Some(source.memory().clone()));
         op.message = message_behind_bytes(message)?;
-        self.post(op)
+        let staged = op.on_gpu() || target.location() != MemoryLocation::Host;
+        self.post(op, staged)
     }
 
     /// Checks a write, and records that the peer stages payload if the target is GPU memory.
@@ -296,7 +303,8 @@ impl Peer {
         Ok(())
     }
 
-    fn post(&self, op: Op) -> Result<Transfer> {
+    /// Posts an operation. `staged` says whether an end copies its bytes to or from a GPU.
+    fn post(&self, op: Op, staged: bool) -> Result<Transfer> {
         let began = ferrywire_metrics::are_timed().then(Instant::now);
         let kind = op.kind();
         let op = self.begin_posted(op)?;
@@ -305,7 +313,7 @@ impl Peer {
             self.state().post_after(ready.clone(), op)?;
             return Ok(transfer);
         }
-        if !self.connection.post(op) {
+        if !self.connection.post(op, staged) {
             return Err(self.state().refusal());
         }
         if let Some(began) = began {
@@ -354,14 +362,17 @@ impl Peer {
         let op = self.op(Task::read(source.key), pieces, Some(target.memory().clone()));
         let op = self.begin_posted(op)?;
         let transfer = self.transfer(&op);
-        self.start_read(op, source)?;
+        let (bytes, staged) = (op.total, op.on_gpu() || source.location() != MemoryLocation::Host);
+        self.start_read(op)?;
+        if bytes > 0 && self.after.is_none() {
+            self.connection.kick_or_defer(bytes, staged);
+        }
         Ok(transfer)
     }
 
-    /// Requests the bytes of a read of `source` that has begun.
-    fn start_read(&self, op: Hold, source: &RemoteRegion) -> Result<()> {
+    /// Queues the requests for the bytes of a read that has begun.
+    fn start_read(&self, op: Hold) -> Result<()> {
         let bytes = op.total;
-        let staged = op.on_gpu() || source.location() != MemoryLocation::Host;
         if bytes == 0 || self.after.is_some() {
             self.state().queue.join(&op);
         }
@@ -389,7 +400,6 @@ impl Peer {
             });
         }
         start(self.state(), op);
-        self.connection.kick(bytes, staged);
         Ok(())
     }
 
@@ -433,7 +443,7 @@ impl Peer {
             (Some(ready), Some(held)) => {
                 state.start_after(ready.clone(), held, |state, op| state.start(op))?
             }
-            _ => self.connection.kick(op.total, op.on_gpu()),
+            _ => self.connection.kick_or_defer(op.total, op.on_gpu()),
         }
         Ok(self.transfer(&op))
     }
@@ -498,7 +508,7 @@ impl Peer {
             }
         }
         if answer {
-            self.connection.kick(0, false);
+            self.connection.kick_or_defer(0, false);
         }
         Ok(transfer)
     }
@@ -515,7 +525,7 @@ impl Peer {
         let pieces = Pieces::One(Piece { local: 0, remote: 0, len: 0 });
         let mut op = self.op(Task::Notify, pieces, None);
         op.message = checked_message(message)?;
-        Ok(self.post(op)?)
+        Ok(self.post(op, false)?)
     }
 
     /// The next notification, if there is one. Notifications that arrived before the peer was lost are still

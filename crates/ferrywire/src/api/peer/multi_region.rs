@@ -49,7 +49,7 @@ impl Peer {
         } else {
             state.post_behind_children(parent);
         }
-        self.connection.kick(transfer.op.total, state.writes_to_gpus());
+        self.connection.kick(transfer.op.total);
         Ok(transfer)
     }
 
@@ -62,13 +62,14 @@ impl Peer {
         for (pair, _) in &pairs {
             self.check(&pair.local, &pair.remote)?;
         }
-        let sources: Vec<_> = pairs.iter().map(|(pair, _)| &pair.remote).collect();
         let (parent, children) = self.begin_joined(Task::read, pairs, Box::default())?;
         let transfer = self.transfer(&parent);
-        for (child, source) in children.into_iter().zip(sources) {
-            let started = self.check_there().and_then(|()| self.start_read(child, source));
-            started.map_err(|error| failed(&parent, error))?;
+        let start = |child| self.check_there().and_then(|()| self.start_read(child));
+        let started = children.into_iter().try_for_each(start);
+        if self.after.is_none() {
+            self.connection.kick(transfer.op.total);
         }
+        started.map_err(|error| failed(&parent, error))?;
         Ok(transfer)
     }
 

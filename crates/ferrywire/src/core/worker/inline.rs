@@ -33,14 +33,14 @@ const BULK_SPIN: Duration = Duration::from_micros(200);
 const CLAIM: Duration = Duration::from_millis(2);
 /// Bytes that a waiting caller moves before it hands the rest to the thread, which may be pinned.
 const DRIVE_BYTES: u64 = 4 << 20;
-/// Most frames that wait to be sent together: as many of 4 KiB as the kernel puts into one packet. One more frame
-/// would need a second packet, almost empty, which costs as much as the first.
-const DEFERRED_FRAMES_MAX: u64 = 15;
+/// Most operations that wait to be sent in one packet: so many frames of 4 KiB fit.
+const SENT_TOGETHER_MAX: u64 = 15;
 /// Fewest bytes that the kernel puts into one packet: whole segments within 64 KiB, seven at an MTU of 9000.
 const PACKET_BYTES: u64 = 7 * 8948;
-/// Largest operation, in bytes, of which as many wait if an end copies the bytes to or from a GPU. A copy of several
-/// costs as many driver calls, at both ends, as a copy of one, and these calls take longer than sending so many bytes.
-const STAGED_DEFERRED_BYTES_MAX: u64 = 16 << 10;
+/// Largest operation, in bytes, of which [`SENT_TOGETHER_MAX`] wait if an end copies it to or from a GPU, in whatever
+/// number of packets they go. One copy of all of them takes as many driver calls as a copy of one, and these calls
+/// take longer than sending 16 KiB.
+const SHARED_COPY_BYTES_MAX: u64 = 16 << 10;
 
 /// Longest time that a waiting caller sleeps before it checks again.
 const PARK: Duration = Duration::from_millis(50);
@@ -144,14 +144,13 @@ impl Workers {
         true
     }
 
-    /// Posts an operation and handles it as [`Workers::kick`] does. False if the peer is gone.
-    pub fn post(&self, peer: &Arc<PeerState>, op: Hold) -> bool {
+    /// Posts an operation and handles it as [`Workers::kick_or_defer`] does. False if the peer is gone.
+    pub fn post(&self, peer: &Arc<PeerState>, op: Hold, staged: bool) -> bool {
         let bytes = op.total;
         let home = &self[peer.home_index()];
-        let staged = op.on_gpu() || peer.writes_to_gpus();
         let goes_now = bytes <= SMALL_BYTES_MAX
             && !is_deferred(bytes, staged, peer.in_flight_beside_one(), peer.queue.waiting() as u64 + 1)
-            && (!peer.in_bulk() || self.context.is_caller_driven());
+            && !self.is_for_threads(peer);
         // A caller that holds the engine needs one lock of the queue to post the operation and take its
         // frame.
         if goes_now && let Some(mut claim) = home.try_claim() {
@@ -165,23 +164,34 @@ impl Workers {
         }
         let posted = peer.queue.post(op);
         if posted {
-            self.kick(peer, bytes, staged);
+            self.kick_or_defer(peer, bytes, staged);
         }
         posted
     }
 
-    /// Handles a newly posted operation: sends it inline where that is best, or makes sure that a thread
-    /// sends it. `staged` says whether an end copies the bytes to or from a GPU.
-    pub fn kick(&self, peer: &Arc<PeerState>, bytes: u64, staged: bool) {
-        let context = &self.context;
-        let home = &self[peer.home_index()];
+    /// Handles a newly posted operation, as [`Workers::kick`] does, or leaves it queued if it should be sent together
+    /// with others. `staged` says whether an end copies its bytes to or from a GPU.
+    pub fn kick_or_defer(&self, peer: &Arc<PeerState>, bytes: u64, staged: bool) {
         // A caller that polls inline sends several small operations in one call when it waits.
         let deferred = is_deferred(bytes, staged, peer.in_flight_beside_one(), peer.queue.waiting() as u64);
-        if deferred && home.sleeper().may_leave_behind() {
+        if deferred && !self.is_for_threads(peer) && self[peer.home_index()].sleeper().may_leave_behind() {
             return;
         }
+        self.kick(peer, bytes);
+    }
+
+    /// Whether threads move what is posted to the peer, while callers sleep.
+    fn is_for_threads(&self, peer: &PeerState) -> bool {
+        peer.in_bulk() && !self.context.is_caller_driven()
+    }
+
+    /// Handles newly posted operations of `bytes` bytes: sends them inline where that is best, or makes sure that a
+    /// thread sends them.
+    pub fn kick(&self, peer: &Arc<PeerState>, bytes: u64) {
+        let context = &self.context;
+        let home = &self[peer.home_index()];
         // Bulk is left to the threads, which may be pinned.
-        let is_for_threads = peer.in_bulk() && !context.is_caller_driven();
+        let is_for_threads = self.is_for_threads(peer);
         if is_for_threads && bytes <= SMALL_BYTES_MAX {
             if peer.queue.has_work_beside_bulk() {
                 return peer.rouse_for_small();
@@ -245,16 +255,17 @@ impl Pauses {
 
 /// Whether an operation of `bytes` bytes waits to be sent together with others, with `in_flight` operations in flight
 /// besides it and `waiting` frames queued, its own among them. `staged` says whether an end copies the bytes to or
-/// from a GPU.
+/// from a GPU. For a read, `bytes` are those of the answer, which then shares packets too.
 fn is_deferred(bytes: u64, staged: bool, in_flight: u64, waiting: u64) -> bool {
-    let together = if staged && bytes <= STAGED_DEFERRED_BYTES_MAX {
-        DEFERRED_FRAMES_MAX
+    let together = if staged && bytes <= SHARED_COPY_BYTES_MAX {
+        SENT_TOGETHER_MAX
     } else {
-        (PACKET_BYTES / bytes.saturating_add(HEADER_BYTES as u64)).min(DEFERRED_FRAMES_MAX)
+        (PACKET_BYTES / bytes.saturating_add(HEADER_BYTES as u64)).min(SENT_TOGETHER_MAX)
     };
-    // With so many in flight the peer stays busy until a call of two packets is made.
-    let packets = if in_flight.saturating_sub(waiting) >= 2 * together { 2 } else { 1 };
-    in_flight > 0 && together > 1 && waiting < packets * together
+    // While the peer still works on twice as many, it stays busy until twice as many are queued.
+    let sent = in_flight.saturating_sub(waiting);
+    let enough = if sent >= 2 * together { 2 * together } else { together };
+    in_flight > 0 && together > 1 && waiting < enough
 }
 
 impl Worker {
@@ -470,43 +481,35 @@ mod tests {
         }
     }
 
-    /// How many operations of `bytes` bytes are queued when the last of them is sent.
-    fn sent_together(bytes: u64, staged: bool, in_flight: u64) -> u64 {
-        (1..).find(|waiting| !is_deferred(bytes, staged, in_flight, *waiting)).unwrap_or_default()
+    /// How many operations of `bytes` bytes, posted one after the other, are queued when they are sent, with `sent`
+    /// others in flight.
+    fn sent_together(bytes: u64, staged: bool, sent: u64) -> u64 {
+        let goes = |waiting: &u64| !is_deferred(bytes, staged, sent + waiting - 1, *waiting);
+        (1..).find(goes).unwrap_or_default()
     }
 
     /// Regression: only operations of up to 4 KiB waited for others. Those of 8 and 16 KiB went one by one, each with a
     /// socket call at both ends, slower than 4 KiB.
     #[test]
     fn an_operation_alone_goes_at_once_and_short_ones_go_in_whole_packets() {
-        for bytes in [0, 8, 4 << 10, 8 << 10, 16 << 10, 64 << 10] {
-            assert_eq!(sent_together(bytes, false, 0), 1);
-        }
-        for (bytes, frames) in [(4 << 10, 15), (8 << 10, 7), (16 << 10, 3)] {
+        for (bytes, frames) in [(4 << 10, 15), (8 << 10, 7), (16 << 10, 3), (32 << 10, 1)] {
             let frame = bytes + HEADER_BYTES as u64;
-            for in_flight in [1, 15, 31, 63, 1000] {
-                let together = sent_together(bytes, false, in_flight);
-                let sent = in_flight.saturating_sub(together - 1);
-                let packets = together / frames;
-                assert!([1, 2].contains(&packets) && together.is_multiple_of(frames));
-                assert!(
-                    (together + packets) * frame > packets * PACKET_BYTES,
-                    "{bytes}: packets are not full"
-                );
-                assert!(packets == 1 || sent >= together, "{in_flight}: the peer has too few operations");
+            assert!(frames * frame <= PACKET_BYTES && (frames + 1) * frame > PACKET_BYTES);
+            let two = if frames > 1 { 2 * frames } else { 1 };
+            let expected = [(0, 1), (1, frames), (2 * frames, frames), (2 * frames + 1, two), (1000, two)];
+            for (sent, together) in expected {
+                assert_eq!(sent_together(bytes, false, sent), together, "{bytes} bytes, {sent} sent");
             }
-        }
-        for in_flight in [1, 15, 1000] {
-            assert_eq!(sent_together(32 << 10, false, in_flight), 1, "two of them do not fit into a packet");
         }
     }
 
     /// Regression: 8 KiB of a GPU went one by one, with all driver calls for each, at half the rate of 4 KiB.
     #[test]
-    fn operations_of_gpus_share_copies_up_to_16_kib() {
+    fn operations_of_gpus_wait_for_others_up_to_16_kib() {
         for bytes in [4 << 10, 8 << 10, 16 << 10] {
-            assert_eq!([0, 1, 15].map(|in_flight| sent_together(bytes, true, in_flight)), [1, 15, 15]);
+            let together = [0, 1, 15, 31, 1000].map(|sent| sent_together(bytes, true, sent));
+            assert_eq!(together, [1, 15, 15, 30, 30]);
         }
-        assert_eq!(sent_together(64 << 10, true, 15), 1, "sending this takes as long as its copy");
+        assert_eq!([17 << 10, 64 << 10].map(|bytes| sent_together(bytes, true, 1)), [3, 1]);
     }
 }
