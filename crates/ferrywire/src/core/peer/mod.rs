@@ -3,6 +3,7 @@
 //! Invariant: an operation ends exactly once, when its last hold is dropped.
 //! Read next: `state.rs`; `../queue.rs` for frames to send, `../channel/receiver.rs` for arriving ones.
 
+mod in_flight;
 mod metrics;
 mod on_stream;
 mod read_requests;

@@ -26,12 +26,10 @@ use ferrywire_proto::schedule;
 use ferrywire_proto::wire::Refusal;
 use ferrywire_sys::affinity;
 
+use super::in_flight::{InFlight, LONE_BYTES_MAX};
 use super::metrics::History;
 use super::serving::Serving;
 use super::stream_queue::StreamQueue;
-
-/// Bytes in flight above which worker threads move them, not waiting callers.
-const BULK_BYTES: u64 = 512 << 10;
 
 /// The target of a frame's payload. It keeps the memory alive while it is filled.
 #[derive(Clone)]
@@ -112,15 +110,6 @@ impl PeerInfo {
     }
 }
 
-/// Counts of operations that have begun and not ended. Receives do not count: they may wait for ever.
-#[derive(Default)]
-pub(crate) struct InFlight {
-    pub operations: AtomicU64,
-    /// The number of operations that answer the peer's reads.
-    answers: AtomicU64,
-    bytes: AtomicU64,
-}
-
 /// How far a peer has come towards its end.
 #[derive(Default)]
 pub(crate) struct Life {
@@ -161,7 +150,7 @@ pub(crate) struct PeerState {
     pub queue: SendQueue,
     pub inbound: Inbound,
     pub counters: Vec<Arc<ChannelCounters>>,
-    pub in_flight: InFlight,
+    in_flight: InFlight,
     /// The peer's reads that are being answered, or wait for that.
     pub serving: Serving,
     /// Operations that wait for a GPU stream.
@@ -177,6 +166,8 @@ pub(crate) struct PeerState {
     pub rouse_first: AtomicUsize,
     /// Whether a write to GPU memory of the peer was posted, so that the peer stages what it receives.
     pub writes_to_gpus: AtomicBool,
+    /// Whether an operation with GPU memory of this end has begun.
+    stages: AtomicBool,
 }
 
 impl Source for PeerState {
@@ -239,6 +230,7 @@ impl PeerState {
             home: AtomicUsize::new(0),
             rouse_first: AtomicUsize::new(0),
             writes_to_gpus: AtomicBool::new(false),
+            stages: AtomicBool::new(false),
         }
     }
 
@@ -287,23 +279,38 @@ impl PeerState {
 
     /// Whether operations other than receives are in flight. A receive may wait for ever.
     pub fn in_flight(&self) -> bool {
-        self.in_flight.operations.load(Ordering::SeqCst) > 0
+        self.in_flight.operations() > 0
     }
 
     /// Number of operations in flight besides the one just posted.
     pub fn in_flight_beside_one(&self) -> u64 {
-        self.in_flight.operations.load(Ordering::Relaxed).saturating_sub(1)
+        self.in_flight.operations().saturating_sub(1)
     }
 
     /// Whether so many bytes are in flight that the worker threads should move them while callers sleep.
     pub fn in_bulk(&self) -> bool {
-        self.in_flight.bytes.load(Ordering::SeqCst) >= BULK_BYTES
+        self.in_flight.is_bulk()
+    }
+
+    /// Lets callers move the bytes again if few are in flight. Called where a caller is about to wait.
+    pub fn end_bulk(&self) {
+        // In bulk a post does not wake the home worker, and other channels may not take its frames any more.
+        if self.in_flight.end_bulk(self.lone_bytes()) {
+            self.wake_home_worker();
+        }
+    }
+
+    /// Longest operation in bytes that a waiting caller moves while it is the only one.
+    fn lone_bytes(&self) -> u64 {
+        // Several threads copy to and from GPUs sooner, and callers poll no lane.
+        let by_threads = self.info.lanes || self.stages.load(Ordering::Relaxed) || self.writes_to_gpus();
+        if by_threads { 0 } else { LONE_BYTES_MAX }
     }
 
     /// Whether the bytes queued and in flight are deep bulk.
     pub fn in_deep_bulk(&self) -> bool {
         // Idle threads ask all the time. The backlogs are in the cache of the threads that move bytes.
-        self.is_deep_bulk(self.in_flight.bytes.load(Ordering::Relaxed))
+        self.is_deep_bulk(self.in_flight.bytes())
             && self.is_deep_bulk(self.queue.bulk_bytes().saturating_add(self.live_backlog().1))
     }
 
@@ -338,24 +345,14 @@ impl PeerState {
 
     /// Begins an operation, which ends when its last hold is dropped.
     pub fn begin(&self, op: Op) -> Hold {
-        self.in_flight.bytes.fetch_add(op.bytes_to_cut(), Ordering::Relaxed);
-        self.in_flight.operations.fetch_add(u64::from(op.verb() != Verb::Recv), Ordering::SeqCst);
-        if op.verb() == Verb::Serve {
-            self.in_flight.answers.fetch_add(1, Ordering::Relaxed);
+        if op.on_gpu() && !self.stages.load(Ordering::Relaxed) {
+            self.stages.store(true, Ordering::Relaxed);
         }
+        self.in_flight.begun(&op, self.lone_bytes());
         if op.parent().is_none() {
             self.history.operations[op.kind() as usize].started.fetch_add(1, Ordering::Relaxed);
         }
         Hold::new(op)
-    }
-
-    fn count_ended(&self, op: &Op) {
-        // Ordered with the check of the queue that follows: in bulk a post does not wake the home worker.
-        self.in_flight.bytes.fetch_sub(op.bytes_to_cut(), Ordering::SeqCst);
-        self.in_flight.operations.fetch_sub(u64::from(op.verb() != Verb::Recv), Ordering::Relaxed);
-        if op.verb() == Verb::Serve {
-            self.in_flight.answers.fetch_sub(1, Ordering::Relaxed);
-        }
     }
 
     /// Number of channels of this peer that share one worker.
@@ -579,8 +576,7 @@ impl PeerState {
                 self.life.unfinished.store(true, Ordering::SeqCst);
             }
         }
-        let ours =
-            self.in_flight.operations.load(Ordering::SeqCst) > self.in_flight.answers.load(Ordering::SeqCst);
+        let ours = self.in_flight.operations() > self.in_flight.answers();
         if ours && self.life.stuck.load(Ordering::SeqCst) {
             self.life.unfinished.store(true, Ordering::SeqCst);
         }
@@ -619,7 +615,7 @@ impl PeerState {
 
 impl Owner for PeerState {
     fn ended(self: Arc<Self>, op: &Op) {
-        self.count_ended(op);
+        self.in_flight.ended(op);
         if op.parent().is_none() {
             let counters = &self.history.operations[op.kind() as usize];
             let ended = if op.failed() { &counters.failed } else { &counters.completed };

@@ -100,6 +100,7 @@ impl Workers {
                 return true;
             }
             let worker = &self[peer.home_index()];
+            peer.end_bulk();
             if !peer.in_bulk() && !stand_back && worker.drive(&mut wait, context) {
                 return true;
             }
@@ -228,6 +229,7 @@ impl Workers {
 
     /// Supports polling of a transfer: polls the home worker if its thread is parked or there is none.
     pub fn nudge(&self, peer: &PeerState) {
+        peer.end_bulk();
         let home = &self[peer.home_index()];
         if matches!(home.sleeper().activity(), Activity::Parked | Activity::NoThread) {
             home.poll_once(&self.context);
@@ -479,6 +481,38 @@ mod tests {
             assert_eq!(locks() - before, 1);
             assert_eq!(write.wait(limit), Ok(BYTES as u64));
         }
+    }
+
+    /// In bulk a post wakes a worker whose channel has room. Before its thread takes the operation bulk may end, and then
+    /// only the home worker takes it.
+    #[test]
+    fn a_small_operation_that_is_left_behind_when_bulk_ends_is_sent() {
+        let builder = || crate::Endpoint::builder().threads(2).channels(2);
+        let far = builder().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
+        let near = builder().build().unwrap();
+        let limit = Duration::from_secs(60);
+        let peer = near.connect(far.listen_addresses()[0], limit).unwrap();
+        let target = near.alloc_host(4 << 20).unwrap();
+        peer.recv(1, &target, 0, 4 << 20).unwrap().cancel();
+        assert!(peer.state().in_bulk() && peer.state().home_index() == 0);
+        let since = Instant::now();
+        let busy = loop {
+            match near.running().workers[1].try_engine() {
+                Some(engine) => break engine,
+                None => assert!(since.elapsed() < limit, "another thread holds the engine all the time"),
+            }
+        };
+        while near.running().workers[0].sleeper().activity() != Activity::InPoll {
+            assert!(since.elapsed() < limit, "the home worker does not sleep");
+            thread::yield_now();
+        }
+        peer.state().counters[0].has_small_room.store(false, Ordering::SeqCst);
+        let notified = peer.notify(b"left behind").unwrap();
+        while notified.poll().is_none() {
+            assert!(since.elapsed() < limit, "the home worker does not send the notification");
+            thread::yield_now();
+        }
+        drop(busy);
     }
 
     /// How many operations of `bytes` bytes, posted one after the other, are queued when they are sent, with `sent`
