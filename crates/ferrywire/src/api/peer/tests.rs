@@ -97,8 +97,8 @@ fn bulk_ends_where_a_caller_waits_for_few_bytes() {
     assert!(state.in_bulk(), "a caller waits for 256 KiB");
     end(0);
     assert!(state.in_bulk(), "operations have ended, and their caller may post the next ones");
-    state.end_bulk();
-    assert!(!state.in_bulk(), "a caller waits for nothing");
+    let waits = near.recv(1, &memory, 0, BYTES).unwrap();
+    assert!(waits.wait(Duration::from_millis(1)).is_err() && !state.in_bulk(), "a caller waits for 64 KiB");
 }
 
 /// Regression: threads moved a transfer of 1 MiB while its caller waited: on two cores 155 us instead of 93.
@@ -106,8 +106,8 @@ fn bulk_ends_where_a_caller_waits_for_few_bytes() {
 fn a_transfer_alone_is_no_bulk_up_to_the_length_of_a_chunk() {
     let (_connecting, accepting, near, _far, memory) = connected();
     let state = near.state();
-    let begins_bulk = |memory: &Region, bytes: u64| {
-        let receive = near.recv(1, memory, 0, bytes).unwrap();
+    let begins_bulk = |bytes: u64| {
+        let receive = near.recv(1, &memory, 0, bytes).unwrap();
         let is_bulk = state.in_bulk();
         state.end_bulk();
         assert_eq!(state.in_bulk(), is_bulk, "a wait for the same bytes changes nothing");
@@ -115,19 +115,76 @@ fn a_transfer_alone_is_no_bulk_up_to_the_length_of_a_chunk() {
         state.end_bulk();
         is_bulk
     };
-    assert_eq!([2 << 20, (2 << 20) + 1].map(|bytes| begins_bulk(&memory, bytes)), [false, true]);
+    assert_eq!([2 << 20, (2 << 20) + 1].map(begins_bulk), [false, true]);
     let beside = near.recv(2, &memory, 3 << 20, 8).unwrap();
-    assert!(begins_bulk(&memory, 1 << 20), "another operation is in flight");
+    assert!(begins_bulk(1 << 20), "another operation is in flight");
     beside.cancel();
+    assert!(!begins_bulk(1 << 20));
     // Several threads copy for a GPU, at either end.
-    assert!(!begins_bulk(&memory, 1 << 20));
     let there = accepting.alloc_sim(2, 64).unwrap();
     near.write(&memory, 0, &there.descriptor(), 0, 64).unwrap().wait(LONG).unwrap();
-    assert!(begins_bulk(&memory, 1 << 20) && !begins_bulk(&memory, 511 << 10));
-    let (connecting, _accepting, near, ..) = connected();
+    assert!(begins_bulk(1 << 20) && !begins_bulk(511 << 10));
+    let (connecting, _accepting, near, _far, _memory) = connected();
     let here = connecting.alloc_sim(2, 1 << 20).unwrap();
     let _receive = near.recv(1, &here, 0, 1 << 20).unwrap();
     assert!(near.state().in_bulk());
+}
+
+#[test]
+fn the_last_of_several_transfers_stays_with_the_threads_that_move_it() {
+    let (_connecting, _accepting, near, _far, memory) = connected();
+    let state = near.state();
+    let receive = |place: u64| near.recv(1, &memory, place << 20, 1 << 20).unwrap();
+    let (first, last) = (receive(0), receive(1));
+    first.cancel();
+    state.end_bulk();
+    assert!(state.in_bulk());
+    last.cancel();
+    // A transfer that begins alone is its caller's, even if bulk has not ended before.
+    let _alone = receive(2);
+    assert!(state.in_bulk());
+    state.end_bulk();
+    assert!(!state.in_bulk());
+}
+
+/// The channels of all peers share the workers, so a caller that moved 1 MiB to each of many would do all of it alone.
+#[test]
+fn a_transfer_is_not_alone_beside_a_long_one_of_another_peer() {
+    let (connecting, accepting, near, _far, memory) = connected();
+    let other = connecting.connect(accepting.listen_addresses()[0], LONG).unwrap();
+    let receive = |peer: &Peer, bytes: u64| peer.recv(1, &memory, 0, bytes).unwrap();
+    let (long, second) = (receive(&near, 1 << 20), receive(&other, 1 << 20));
+    assert!(!near.state().in_bulk() && other.state().in_bulk());
+    long.cancel();
+    second.cancel();
+    other.state().end_bulk();
+    let _short = receive(&near, 511 << 10);
+    let _alone = receive(&other, 1 << 20);
+    assert!(!near.state().in_bulk() && !other.state().in_bulk());
+}
+
+/// Regression: what is posted after bulk, with nothing else in flight, waited until a thread had been woken for it.
+#[test]
+fn a_small_operation_alone_is_sent_by_its_poster_also_after_bulk() {
+    let (_connecting, _accepting, near, _far, memory) = connected();
+    let until = Instant::now() + LONG;
+    near.recv(1, &memory, 0, 4 << 20).unwrap().cancel();
+    // The thread may hold the engine while it looks for work.
+    while Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(1));
+        assert!(near.state().in_bulk());
+        let queue = &near.state().queue;
+        let before = queue.locks.load(Ordering::SeqCst);
+        let _notified = near.notify(b"at once").unwrap();
+        // A thread that took the operation would have locked the queue once more.
+        if queue.waiting() == 0 && queue.locks.load(Ordering::SeqCst) == before + 1 {
+            return;
+        }
+        while near.state().in_flight() {
+            std::thread::yield_now();
+        }
+    }
+    panic!("no post has sent its operation");
 }
 
 /// Regression: when a notification arrived and its peer was lost between two checks, the waiter received only

@@ -1,9 +1,10 @@
-//! What the operations of a peer have in flight, and whether that is bulk.
+//! What the operations of a peer have in flight, and whether the peer moves bulk.
 //!
 //! The worker threads move bulk while callers sleep; anything else is moved by the caller that waits for it. A change
 //! from one to the other wakes threads, and takes as long as several messages. So bulk begins with the post that
-//! brings many bytes into flight, and ends only when a caller is about to wait for few. Between two waits the bytes
-//! in flight say little: many operations may have ended at once, and the caller has not posted the next ones yet.
+//! brings many bytes into flight, and ends only where a caller is about to wait for few. Between two waits the bytes
+//! in flight say little: many operations may have ended at once, and the caller has not posted the next ones yet. A peer
+//! for which no caller waits stays in bulk.
 //!
 //! Invariant: every operation that has begun ends once.
 //! Read next: `../worker/inline.rs`, which asks where it posts and waits.
@@ -16,8 +17,8 @@ use crate::core::operation::{Op, Verb};
 pub(super) const BULK_BYTES: u64 = 512 << 10;
 /// Bytes in flight below which it ends.
 const BULK_BYTES_MIN: u64 = BULK_BYTES / 2;
-/// Longest operation in bytes that is no bulk while it is alone and neither end copies it to or from a GPU: one chunk. The
-/// caller has nothing else to do, and moves it for less CPU time than the threads.
+/// Longest operation in bytes that is no bulk while it is alone: a default chunk. Its caller has nothing else to do, and
+/// moves it for less CPU time than the threads.
 pub(super) const LONE_BYTES_MAX: u64 = 2 << 20;
 
 /// Operations that have begun and not ended, and their bytes.
@@ -30,30 +31,36 @@ pub(crate) struct InFlight {
     answers: AtomicU64,
     bytes: AtomicU64,
     is_bulk: AtomicBool,
+    /// Whether no other operation was in flight when the last one began.
+    began_alone: AtomicBool,
 }
 
 impl InFlight {
     /// Counts an operation that begins. `lone_bytes` is the longest one that is no bulk while it is alone.
     pub fn begun(&self, op: &Op, lone_bytes: u64) {
-        let bytes = self.bytes.fetch_add(op.bytes_to_cut(), Ordering::Relaxed) + op.bytes_to_cut();
+        let bytes = self.bytes.fetch_add(op.bytes_to_cut(), Ordering::SeqCst) + op.bytes_to_cut();
         match op.verb() {
-            Verb::Recv => _ = self.receives.fetch_add(1, Ordering::Relaxed),
+            Verb::Recv => _ = self.receives.fetch_add(1, Ordering::SeqCst),
             _ => _ = self.operations.fetch_add(1, Ordering::SeqCst),
         }
         if op.verb() == Verb::Serve {
             self.answers.fetch_add(1, Ordering::Relaxed);
         }
-        if bytes >= BULK_BYTES && !self.is_lone(bytes, lone_bytes) && !self.is_bulk.load(Ordering::Relaxed) {
+        let is_alone = self.is_alone();
+        if self.began_alone.load(Ordering::Relaxed) != is_alone {
+            self.began_alone.store(is_alone, Ordering::Relaxed);
+        }
+        let is_lone = is_alone && bytes <= lone_bytes;
+        if bytes >= BULK_BYTES && !is_lone && !self.is_bulk.load(Ordering::SeqCst) {
             self.is_bulk.store(true, Ordering::SeqCst);
         }
     }
 
     /// Counts an operation that has ended.
     pub fn ended(&self, op: &Op) {
-        self.bytes.fetch_sub(op.bytes_to_cut(), Ordering::Relaxed);
+        self.bytes.fetch_sub(op.bytes_to_cut(), Ordering::SeqCst);
         match op.verb() {
-            Verb::Recv => _ = self.receives.fetch_sub(1, Ordering::Relaxed),
-            // Ordered with the check of the queue that follows.
+            Verb::Recv => _ = self.receives.fetch_sub(1, Ordering::SeqCst),
             _ => _ = self.operations.fetch_sub(1, Ordering::SeqCst),
         }
         if op.verb() == Verb::Serve {
@@ -61,18 +68,22 @@ impl InFlight {
         }
     }
 
-    /// Ends bulk if little is in flight now that a caller is about to wait. Returns whether it has ended here.
-    /// `lone_bytes` is as in [`InFlight::begun`].
+    /// Ends bulk if little is in flight now that a caller is about to wait. Returns whether it has ended. `lone_bytes` is
+    /// as in [`InFlight::begun`].
     pub fn end_bulk(&self, lone_bytes: u64) -> bool {
-        if !self.is_bulk.load(Ordering::Relaxed) {
+        if !self.is_bulk.load(Ordering::Relaxed) || self.is_much(BULK_BYTES_MIN, lone_bytes) {
             return false;
         }
-        let bytes = self.bytes();
-        let is_little = bytes < BULK_BYTES_MIN || self.is_lone(bytes, lone_bytes);
-        is_little && self.is_bulk.swap(false, Ordering::SeqCst)
+        let has_ended = self.is_bulk.swap(false, Ordering::SeqCst);
+        // An operation that began meanwhile may have found bulk, and not begun it.
+        if self.is_much(BULK_BYTES, lone_bytes) {
+            self.is_bulk.store(true, Ordering::SeqCst);
+            return false;
+        }
+        has_ended
     }
 
-    /// Whether so much is in flight that the worker threads should move it while callers sleep.
+    /// Whether the worker threads move the bytes while callers sleep.
     pub fn is_bulk(&self) -> bool {
         self.is_bulk.load(Ordering::SeqCst)
     }
@@ -89,11 +100,18 @@ impl InFlight {
 
     /// Bytes of all operations, receives among them.
     pub fn bytes(&self) -> u64 {
-        self.bytes.load(Ordering::Relaxed)
+        self.bytes.load(Ordering::SeqCst)
     }
 
-    fn is_lone(&self, bytes: u64, lone_bytes: u64) -> bool {
-        let operations = self.operations.load(Ordering::Relaxed) + self.receives.load(Ordering::Relaxed);
-        bytes <= lone_bytes && operations <= 1
+    /// Whether at least `least` bytes are in flight, and not all of one operation that began alone. The last one of
+    /// several did not: the threads have begun to move it.
+    fn is_much(&self, least: u64, lone_bytes: u64) -> bool {
+        let bytes = self.bytes();
+        let is_lone = bytes <= lone_bytes && self.is_alone() && self.began_alone.load(Ordering::Relaxed);
+        bytes >= least && !is_lone
+    }
+
+    fn is_alone(&self) -> bool {
+        self.operations() + self.receives.load(Ordering::SeqCst) <= 1
     }
 }

@@ -26,7 +26,7 @@ use ferrywire_proto::schedule;
 use ferrywire_proto::wire::Refusal;
 use ferrywire_sys::affinity;
 
-use super::in_flight::{InFlight, LONE_BYTES_MAX};
+use super::in_flight::{BULK_BYTES, InFlight, LONE_BYTES_MAX};
 use super::metrics::History;
 use super::serving::Serving;
 use super::stream_queue::StreamQueue;
@@ -166,7 +166,7 @@ pub(crate) struct PeerState {
     pub rouse_first: AtomicUsize,
     /// Whether a write to GPU memory of the peer was posted, so that the peer stages what it receives.
     pub writes_to_gpus: AtomicBool,
-    /// Whether an operation with GPU memory of this end has begun.
+    /// Whether any operation with GPU memory of this end has begun.
     stages: AtomicBool,
 }
 
@@ -287,7 +287,7 @@ impl PeerState {
         self.in_flight.operations().saturating_sub(1)
     }
 
-    /// Whether so many bytes are in flight that the worker threads should move them while callers sleep.
+    /// Whether the worker threads move the peer's bytes while callers sleep. So it stays after bulk until a caller waits.
     pub fn in_bulk(&self) -> bool {
         self.in_flight.is_bulk()
     }
@@ -300,11 +300,11 @@ impl PeerState {
         }
     }
 
-    /// Longest operation in bytes that a waiting caller moves while it is the only one.
+    /// Longest operation in bytes that its caller moves while it is the only one of this peer, and the only long one of
+    /// all peers: their channels share workers. Several threads copy to and from GPUs sooner, and callers poll no lane.
     fn lone_bytes(&self) -> u64 {
-        // Several threads copy to and from GPUs sooner, and callers poll no lane.
         let by_threads = self.info.lanes || self.stages.load(Ordering::Relaxed) || self.writes_to_gpus();
-        if by_threads { 0 } else { LONE_BYTES_MAX }
+        if by_threads || self.context.long_operations.load(Ordering::SeqCst) > 1 { 0 } else { LONE_BYTES_MAX }
     }
 
     /// Whether the bytes queued and in flight are deep bulk.
@@ -347,6 +347,9 @@ impl PeerState {
     pub fn begin(&self, op: Op) -> Hold {
         if op.on_gpu() && !self.stages.load(Ordering::Relaxed) {
             self.stages.store(true, Ordering::Relaxed);
+        }
+        if op.bytes_to_cut() >= BULK_BYTES {
+            self.context.long_operations.fetch_add(1, Ordering::SeqCst);
         }
         self.in_flight.begun(&op, self.lone_bytes());
         if op.parent().is_none() {
@@ -615,6 +618,9 @@ impl PeerState {
 
 impl Owner for PeerState {
     fn ended(self: Arc<Self>, op: &Op) {
+        if op.bytes_to_cut() >= BULK_BYTES {
+            self.context.long_operations.fetch_sub(1, Ordering::SeqCst);
+        }
         self.in_flight.ended(op);
         if op.parent().is_none() {
             let counters = &self.history.operations[op.kind() as usize];

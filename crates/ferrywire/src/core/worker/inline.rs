@@ -1,7 +1,7 @@
 //! Callers that post and wait: which thread moves the bytes meanwhile.
 //!
-//! A caller that posts a small operation to an idle worker sends it inline; bulk is left to the worker
-//! threads. A caller that waits polls its peer's worker inline, unless bulk is in flight, and otherwise
+//! A caller that posts a small operation to an idle worker, or a longer one that is alone, sends it inline; bulk is left
+//! to the worker threads. A caller that waits polls its peer's worker inline, unless the peer moves bulk, and otherwise
 //! sleeps. To poll inline a caller claims the worker's progress engine. The caller gives the engine back when
 //! its operation is done or the worker's thread does better.
 //!
@@ -88,6 +88,7 @@ impl Workers {
     ) -> bool {
         let context = &self.context;
         if context.is_caller_driven() {
+            peer.end_bulk();
             return self.wait_driving(limit, done, poll_all);
         }
         let now = Instant::now();
@@ -99,8 +100,8 @@ impl Workers {
             if (wait.done)() {
                 return true;
             }
-            let worker = &self[peer.home_index()];
             peer.end_bulk();
+            let worker = &self[peer.home_index()];
             if !peer.in_bulk() && !stand_back && worker.drive(&mut wait, context) {
                 return true;
             }
@@ -116,7 +117,7 @@ impl Workers {
             if !(wait.done)() {
                 let slept = Instant::now();
                 thread::park_timeout(wait.rest(slept).min(PARK));
-                // After a full sleep nothing moves. An unmatched receive counts as bulk for ever, so the
+                // After a full sleep nothing moves. An unmatched receive can count as bulk for ever, so the
                 // caller polls again.
                 lively = slept.elapsed() < PARK;
                 stand_back = lively;
@@ -149,9 +150,10 @@ impl Workers {
     pub fn post(&self, peer: &Arc<PeerState>, op: Hold, staged: bool) -> bool {
         let bytes = op.total;
         let home = &self[peer.home_index()];
+        let beside = peer.in_flight_beside_one();
         let goes_now = bytes <= SMALL_BYTES_MAX
-            && !is_deferred(bytes, staged, peer.in_flight_beside_one(), peer.queue.waiting() as u64 + 1)
-            && !self.is_for_threads(peer);
+            && !is_deferred(bytes, staged, beside, peer.queue.waiting() as u64 + 1)
+            && (beside == 0 || !self.is_for_threads(peer));
         // A caller that holds the engine needs one lock of the queue to post the operation and take its
         // frame.
         if goes_now && let Some(mut claim) = home.try_claim() {
@@ -229,7 +231,6 @@ impl Workers {
 
     /// Supports polling of a transfer: polls the home worker if its thread is parked or there is none.
     pub fn nudge(&self, peer: &PeerState) {
-        peer.end_bulk();
         let home = &self[peer.home_index()];
         if matches!(home.sleeper().activity(), Activity::Parked | Activity::NoThread) {
             home.poll_once(&self.context);
@@ -492,27 +493,43 @@ mod tests {
         let near = builder().build().unwrap();
         let limit = Duration::from_secs(60);
         let peer = near.connect(far.listen_addresses()[0], limit).unwrap();
-        let target = near.alloc_host(4 << 20).unwrap();
+        let (target, there) = (near.alloc_host(4 << 20).unwrap(), far.alloc_host(8).unwrap());
+        // The peer posts no receive for it. An operation that is alone would go at once.
+        let sent = peer.send(1, &target, 0, 128 << 10).unwrap();
         peer.recv(1, &target, 0, 4 << 20).unwrap().cancel();
         assert!(peer.state().in_bulk() && peer.state().home_index() == 0);
         let since = Instant::now();
+        let running = near.running();
         let busy = loop {
-            match near.running().workers[1].try_engine() {
-                Some(engine) => break engine,
-                None => assert!(since.elapsed() < limit, "another thread holds the engine all the time"),
+            if let Some(mut engine) = running.workers[1].try_engine() {
+                engine.run_commands(&running.workers[1], running.context());
+                if engine.slots.iter().flatten().count() == 1 {
+                    break engine;
+                }
             }
-        };
-        while near.running().workers[0].sleeper().activity() != Activity::InPoll {
-            assert!(since.elapsed() < limit, "the home worker does not sleep");
+            assert!(
+                since.elapsed() < limit,
+                "another thread holds the engine all the time, or it has no channel"
+            );
             thread::yield_now();
+        };
+        let home = &running.workers[0];
+        // Without a limit, so that no check of the path finds the write. The thread looks for work once more after it has
+        // announced that it sleeps.
+        while !home.sleeper().dozes.load(Ordering::SeqCst) {
+            assert!(since.elapsed() < limit, "the home worker does not sleep");
+            thread::sleep(Duration::from_millis(20));
         }
         peer.state().counters[0].has_small_room.store(false, Ordering::SeqCst);
-        let notified = peer.notify(b"left behind").unwrap();
-        while notified.poll().is_none() {
-            assert!(since.elapsed() < limit, "the home worker does not send the notification");
+        let write = peer.write(&target, 0, &there.descriptor(), 0, 8).unwrap();
+        peer.state().end_bulk();
+        assert!(!peer.state().in_bulk());
+        while write.poll().is_none() {
+            assert!(since.elapsed() < limit, "the home worker does not send the write");
             thread::yield_now();
         }
         drop(busy);
+        sent.cancel();
     }
 
     /// How many operations of `bytes` bytes, posted one after the other, are queued when they are sent, with `sent`
