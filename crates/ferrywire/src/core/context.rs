@@ -15,7 +15,7 @@ use ferrywire_proto::Identity;
 use ferrywire_proto::wire::Refusal;
 use ferrywire_sys::fork::Origin;
 use ferrywire_sys::poll::Waker;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Facts of one endpoint.
@@ -37,8 +37,8 @@ pub(crate) struct Context {
     /// Words in pinned memory that streams of GPUs wait for.
     pub gates: Gates,
     pub regions: RegionTable,
-    /// Number of operations in flight that are bulk by their bytes, of all peers.
-    pub long_operations: AtomicUsize,
+    /// Number of operations in flight that are bulk by their bytes alone, of all peers, receives among them.
+    pub long_operations: AtomicU64,
     next_id: AtomicU64,
     control: Waker,
 }
@@ -66,7 +66,7 @@ impl Context {
             prepared: Prepared::default(),
             gates: Gates::default(),
             regions: RegionTable::default(),
-            long_operations: AtomicUsize::new(0),
+            long_operations: AtomicU64::new(0),
             next_id: AtomicU64::new(1),
             control,
         }

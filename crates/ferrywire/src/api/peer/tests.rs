@@ -156,6 +156,8 @@ fn a_transfer_is_not_alone_beside_a_long_one_of_another_peer() {
     let (long, second) = (receive(&near, 1 << 20), receive(&other, 1 << 20));
     assert!(!near.state().in_bulk() && other.state().in_bulk());
     long.cancel();
+    other.state().end_bulk();
+    assert!(other.state().in_bulk(), "the threads have begun to move it");
     second.cancel();
     other.state().end_bulk();
     let _short = receive(&near, 511 << 10);
@@ -175,12 +177,12 @@ fn a_small_operation_alone_is_sent_by_its_poster_also_after_bulk() {
         assert!(near.state().in_bulk());
         let queue = &near.state().queue;
         let before = queue.locks.load(Ordering::SeqCst);
-        let _notified = near.notify(b"at once").unwrap();
+        let notified = near.notify(b"at once").unwrap();
         // A thread that took the operation would have locked the queue once more.
         if queue.waiting() == 0 && queue.locks.load(Ordering::SeqCst) == before + 1 {
             return;
         }
-        while near.state().in_flight() {
+        while notified.poll().is_none() && Instant::now() < until {
             std::thread::yield_now();
         }
     }

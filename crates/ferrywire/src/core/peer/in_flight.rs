@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::core::operation::{Op, Verb};
 
 /// Bytes in flight with which bulk begins.
-pub(super) const BULK_BYTES: u64 = 512 << 10;
+const BULK_BYTES: u64 = 512 << 10;
 /// Bytes in flight below which it ends.
 const BULK_BYTES_MIN: u64 = BULK_BYTES / 2;
 /// Longest operation in bytes that is no bulk while it is alone: a default chunk. Its caller has nothing else to do, and
@@ -30,9 +30,10 @@ pub(crate) struct InFlight {
     /// Number of operations that answer the peer's reads.
     answers: AtomicU64,
     bytes: AtomicU64,
+    long: AtomicU64,
     is_bulk: AtomicBool,
-    /// Whether no other operation was in flight when the last one began.
-    began_alone: AtomicBool,
+    /// Whether the operation that began last was alone, and short enough to be no bulk so.
+    began_lone: AtomicBool,
 }
 
 impl InFlight {
@@ -46,11 +47,13 @@ impl InFlight {
         if op.verb() == Verb::Serve {
             self.answers.fetch_add(1, Ordering::Relaxed);
         }
-        let is_alone = self.is_alone();
-        if self.began_alone.load(Ordering::Relaxed) != is_alone {
-            self.began_alone.store(is_alone, Ordering::Relaxed);
+        if is_long(op) {
+            self.long.fetch_add(1, Ordering::Relaxed);
         }
-        let is_lone = is_alone && bytes <= lone_bytes;
+        let is_lone = self.is_alone() && bytes <= lone_bytes;
+        if self.began_lone.load(Ordering::Relaxed) != is_lone {
+            self.began_lone.store(is_lone, Ordering::Relaxed);
+        }
         if bytes >= BULK_BYTES && !is_lone && !self.is_bulk.load(Ordering::SeqCst) {
             self.is_bulk.store(true, Ordering::SeqCst);
         }
@@ -66,19 +69,21 @@ impl InFlight {
         if op.verb() == Verb::Serve {
             self.answers.fetch_sub(1, Ordering::Relaxed);
         }
+        if is_long(op) {
+            self.long.fetch_sub(1, Ordering::Relaxed);
+        }
     }
 
-    /// Ends bulk if little is in flight now that a caller is about to wait. Returns whether it has ended. `lone_bytes` is
-    /// as in [`InFlight::begun`].
-    pub fn end_bulk(&self, lone_bytes: u64) -> bool {
-        if !self.is_bulk.load(Ordering::Relaxed) || self.is_much(BULK_BYTES_MIN, lone_bytes) {
+    /// Ends bulk if little is in flight now that a caller is about to wait. Returns whether it has ended, if only for a
+    /// moment. `lone_bytes` returns what [`InFlight::begun`] takes.
+    pub fn end_bulk(&self, lone_bytes: impl Fn() -> u64) -> bool {
+        if !self.is_bulk.load(Ordering::Relaxed) || self.is_much(BULK_BYTES_MIN, lone_bytes()) {
             return false;
         }
         let has_ended = self.is_bulk.swap(false, Ordering::SeqCst);
         // An operation that began meanwhile may have found bulk, and not begun it.
-        if self.is_much(BULK_BYTES, lone_bytes) {
+        if self.is_much(BULK_BYTES, lone_bytes()) {
             self.is_bulk.store(true, Ordering::SeqCst);
-            return false;
         }
         has_ended
     }
@@ -98,20 +103,30 @@ impl InFlight {
         self.answers.load(Ordering::SeqCst)
     }
 
+    /// Number of operations that are bulk by their bytes alone, receives among them.
+    pub fn long(&self) -> u64 {
+        self.long.load(Ordering::Relaxed)
+    }
+
     /// Bytes of all operations, receives among them.
     pub fn bytes(&self) -> u64 {
         self.bytes.load(Ordering::SeqCst)
     }
 
-    /// Whether at least `least` bytes are in flight, and not all of one operation that began alone. The last one of
+    /// Whether at least `least` bytes are in flight, and not all of one operation that began as a lone one. The last of
     /// several did not: the threads have begun to move it.
     fn is_much(&self, least: u64, lone_bytes: u64) -> bool {
         let bytes = self.bytes();
-        let is_lone = bytes <= lone_bytes && self.is_alone() && self.began_alone.load(Ordering::Relaxed);
+        let is_lone = bytes <= lone_bytes && self.is_alone() && self.began_lone.load(Ordering::Relaxed);
         bytes >= least && !is_lone
     }
 
     fn is_alone(&self) -> bool {
         self.operations() + self.receives.load(Ordering::SeqCst) <= 1
     }
+}
+
+/// Whether an operation is bulk by its bytes alone.
+pub(super) fn is_long(op: &Op) -> bool {
+    op.bytes_to_cut() >= BULK_BYTES
 }

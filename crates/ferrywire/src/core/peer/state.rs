@@ -26,7 +26,7 @@ use ferrywire_proto::schedule;
 use ferrywire_proto::wire::Refusal;
 use ferrywire_sys::affinity;
 
-use super::in_flight::{BULK_BYTES, InFlight, LONE_BYTES_MAX};
+use super::in_flight::{InFlight, LONE_BYTES_MAX, is_long};
 use super::metrics::History;
 use super::serving::Serving;
 use super::stream_queue::StreamQueue;
@@ -190,6 +190,8 @@ impl Source for PeerState {
 
 impl Drop for PeerState {
     fn drop(&mut self) {
+        // An operation that a GPU keeps for longer than its peer lives can no longer be counted out.
+        self.context.long_operations.fetch_sub(self.in_flight.long(), Ordering::SeqCst);
         ferrywire_metrics::retire(&self.sample());
     }
 }
@@ -287,7 +289,12 @@ impl PeerState {
         self.in_flight.operations().saturating_sub(1)
     }
 
-    /// Whether the worker threads move the peer's bytes while callers sleep. So it stays after bulk until a caller waits.
+    /// Whether one operation other than receives is in flight.
+    pub fn has_one_in_flight(&self) -> bool {
+        self.in_flight.operations() == 1
+    }
+
+    /// Whether the worker threads move the peer's bytes while callers sleep. So it stays after bulk until a caller waits for few.
     pub fn in_bulk(&self) -> bool {
         self.in_flight.is_bulk()
     }
@@ -295,7 +302,7 @@ impl PeerState {
     /// Lets callers move the bytes again if few are in flight. Called where a caller is about to wait.
     pub fn end_bulk(&self) {
         // In bulk a post does not wake the home worker, and other channels may not take its frames any more.
-        if self.in_flight.end_bulk(self.lone_bytes()) {
+        if self.in_flight.end_bulk(|| self.lone_bytes()) {
             self.wake_home_worker();
         }
     }
@@ -348,7 +355,7 @@ impl PeerState {
         if op.on_gpu() && !self.stages.load(Ordering::Relaxed) {
             self.stages.store(true, Ordering::Relaxed);
         }
-        if op.bytes_to_cut() >= BULK_BYTES {
+        if is_long(&op) {
             self.context.long_operations.fetch_add(1, Ordering::SeqCst);
         }
         self.in_flight.begun(&op, self.lone_bytes());
@@ -618,7 +625,7 @@ impl PeerState {
 
 impl Owner for PeerState {
     fn ended(self: Arc<Self>, op: &Op) {
-        if op.bytes_to_cut() >= BULK_BYTES {
+        if is_long(op) {
             self.context.long_operations.fetch_sub(1, Ordering::SeqCst);
         }
         self.in_flight.ended(op);

@@ -1,6 +1,6 @@
 //! Callers that post and wait: which thread moves the bytes meanwhile.
 //!
-//! A caller that posts a small operation to an idle worker, or a longer one that is alone, sends it inline; bulk is left
+//! A caller that posts a small operation to an idle worker sends it inline, and a longer one that is alone; bulk is left
 //! to the worker threads. A caller that waits polls its peer's worker inline, unless the peer moves bulk, and otherwise
 //! sleeps. To poll inline a caller claims the worker's progress engine. The caller gives the engine back when
 //! its operation is done or the worker's thread does better.
@@ -117,8 +117,8 @@ impl Workers {
             if !(wait.done)() {
                 let slept = Instant::now();
                 thread::park_timeout(wait.rest(slept).min(PARK));
-                // After a full sleep nothing moves. An unmatched receive can count as bulk for ever, so the
-                // caller polls again.
+                // After a full sleep nothing moves, as before an unmatched receive: the caller polls again unless
+                // the peer is in bulk.
                 lively = slept.elapsed() < PARK;
                 stand_back = lively;
             }
@@ -150,10 +150,9 @@ impl Workers {
     pub fn post(&self, peer: &Arc<PeerState>, op: Hold, staged: bool) -> bool {
         let bytes = op.total;
         let home = &self[peer.home_index()];
-        let beside = peer.in_flight_beside_one();
         let goes_now = bytes <= SMALL_BYTES_MAX
-            && !is_deferred(bytes, staged, beside, peer.queue.waiting() as u64 + 1)
-            && (beside == 0 || !self.is_for_threads(peer));
+            && !is_deferred(bytes, staged, peer.in_flight_beside_one(), peer.queue.waiting() as u64 + 1)
+            && !self.is_for_threads(peer, bytes);
         // A caller that holds the engine needs one lock of the queue to post the operation and take its
         // frame.
         if goes_now && let Some(mut claim) = home.try_claim() {
@@ -177,15 +176,20 @@ impl Workers {
     pub fn kick_or_defer(&self, peer: &Arc<PeerState>, bytes: u64, staged: bool) {
         // A caller that polls inline sends several small operations in one call when it waits.
         let deferred = is_deferred(bytes, staged, peer.in_flight_beside_one(), peer.queue.waiting() as u64);
-        if deferred && !self.is_for_threads(peer) && self[peer.home_index()].sleeper().may_leave_behind() {
+        if deferred
+            && !self.is_for_threads(peer, bytes)
+            && self[peer.home_index()].sleeper().may_leave_behind()
+        {
             return;
         }
         self.kick(peer, bytes);
     }
 
-    /// Whether threads move what is posted to the peer, while callers sleep.
-    fn is_for_threads(&self, peer: &PeerState) -> bool {
-        peer.in_bulk() && !self.context.is_caller_driven()
+    /// Whether threads move the `bytes` bytes that are posted to the peer, while callers sleep. A small operation that is
+    /// alone is its poster's even if the peer is still in bulk: no thread may be awake.
+    fn is_for_threads(&self, peer: &PeerState, bytes: u64) -> bool {
+        let is_alone = bytes <= SMALL_BYTES_MAX && peer.has_one_in_flight();
+        peer.in_bulk() && !is_alone && !self.context.is_caller_driven()
     }
 
     /// Handles newly posted operations of `bytes` bytes: sends them inline where that is best, or makes sure that a
@@ -194,7 +198,7 @@ impl Workers {
         let context = &self.context;
         let home = &self[peer.home_index()];
         // Bulk is left to the threads, which may be pinned.
-        let is_for_threads = self.is_for_threads(peer);
+        let is_for_threads = self.is_for_threads(peer, bytes);
         if is_for_threads && bytes <= SMALL_BYTES_MAX {
             if peer.queue.has_work_beside_bulk() {
                 return peer.rouse_for_small();
@@ -516,6 +520,7 @@ mod tests {
         let home = &running.workers[0];
         // Without a limit, so that no check of the path finds the write. The thread looks for work once more after it has
         // announced that it sleeps.
+        thread::sleep(Duration::from_millis(20));
         while !home.sleeper().dozes.load(Ordering::SeqCst) {
             assert!(since.elapsed() < limit, "the home worker does not sleep");
             thread::sleep(Duration::from_millis(20));
