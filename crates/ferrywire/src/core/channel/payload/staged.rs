@@ -25,7 +25,7 @@ use ferrywire_proto::limits;
 use ferrywire_proto::wire::Refusal;
 
 /// Smallest piece of a ring in bytes that is lent to the socket; a shorter one is cheaper to copy.
-const LENT_BYTES_MIN: usize = 64 << 10;
+const LENT_BYTES_MIN: usize = 32 << 10;
 
 /// State of the payload between GPUs and the connection.
 pub(in super::super) struct StagedPayload {
