@@ -297,8 +297,8 @@ impl Peer {
     /// Checks a write, and records that the peer stages payload if the target is GPU memory.
     fn check_write(&self, source: &Region, target: &RemoteRegion) -> Result<()> {
         self.check(source, target)?;
-        if target.location() != MemoryLocation::Host && !self.state().writes_to_gpus() {
-            self.state().writes_to_gpus.store(true, Ordering::Relaxed);
+        if target.location() != MemoryLocation::Host {
+            self.state().route.note_write_to_gpu();
         }
         Ok(())
     }

@@ -128,6 +128,11 @@ fn a_transfer_alone_is_no_bulk_up_to_the_length_of_a_chunk() {
     let here = connecting.alloc_sim(2, 1 << 20).unwrap();
     let _receive = near.recv(1, &here, 0, 1 << 20).unwrap();
     assert!(near.state().in_bulk());
+    // Threads use several NICs at once.
+    let (_connecting, _accepting, near, _far, memory) = connected();
+    near.state().route.make_far();
+    let _receive = near.recv(1, &memory, 0, 1 << 20).unwrap();
+    assert!(near.state().in_bulk());
 }
 
 #[test]

@@ -106,6 +106,7 @@ impl Channel {
     pub fn new(mut conn: Box<dyn Conn>, peer: Arc<PeerState>, index: u16, generation: u32) -> Channel {
         let counters = peer.counters(index);
         counters.start(&*conn, generation);
+        peer.route.note_path(&*conn);
         // `released` also counts the bytes of the handshake.
         let stream_sent = Some(conn.released()).filter(|bytes| *bytes < u64::MAX).unwrap_or(0);
         Channel {

@@ -397,6 +397,9 @@ impl Channel {
     /// bytes of small operations may be taken. Returns false if the posted operation was refused, since the peer
     /// is gone.
     fn take(&mut self, posted: Option<Hold>, unsent: u64, small: u64) -> bool {
+        if self.conn.is_long() {
+            self.peer.route.note_path(&*self.conn);
+        }
         let (share, chunk_bytes) = if posted.is_some() || self.peer.queue.has_work_beside_small() {
             self.bulk_share()
         } else {

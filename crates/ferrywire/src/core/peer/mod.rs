@@ -8,6 +8,7 @@ mod metrics;
 mod on_stream;
 mod read_requests;
 mod replies;
+mod route;
 mod serving;
 mod state;
 mod stream_queue;

@@ -28,6 +28,7 @@ use ferrywire_sys::affinity;
 
 use super::in_flight::{InFlight, LONE_BYTES_MAX, is_long};
 use super::metrics::History;
+use super::route::Route;
 use super::serving::Serving;
 use super::stream_queue::StreamQueue;
 
@@ -164,10 +165,7 @@ pub(crate) struct PeerState {
     home: AtomicUsize,
     /// Number of the worker that is woken first for the next operation.
     pub rouse_first: AtomicUsize,
-    /// Whether a write to GPU memory of the peer was posted, so that the peer stages what it receives.
-    pub writes_to_gpus: AtomicBool,
-    /// Whether any operation with GPU memory of this end has begun.
-    stages: AtomicBool,
+    pub route: Route,
 }
 
 impl Source for PeerState {
@@ -216,6 +214,7 @@ impl PeerState {
         let mut queue =
             SendQueue::new(info.chunk_bytes, schedule::small_fill_bytes(cores, threads), info.crc);
         queue.short_rings = info.same_host && schedule::has_short_rings(info.channels);
+        let route = Route::new(info.lanes || !info.same_host);
         PeerState {
             context,
             queue: if info.lanes { queue.with_lanes() } else { queue },
@@ -231,8 +230,7 @@ impl PeerState {
             history: History::default(),
             home: AtomicUsize::new(0),
             rouse_first: AtomicUsize::new(0),
-            writes_to_gpus: AtomicBool::new(false),
-            stages: AtomicBool::new(false),
+            route,
         }
     }
 
@@ -308,9 +306,10 @@ impl PeerState {
     }
 
     /// Longest operation in bytes that its caller moves while it is the only one of this peer, and the only long one of
-    /// all peers: their channels share workers. Several threads copy to and from GPUs sooner, and callers poll no lane.
+    /// all peers: their channels share workers. Several threads copy to and from GPUs sooner, use several NICs and
+    /// connections at once, and callers poll no lane.
     fn lone_bytes(&self) -> u64 {
-        let by_threads = self.info.lanes || self.stages.load(Ordering::Relaxed) || self.writes_to_gpus();
+        let by_threads = self.route.is_far() || self.route.is_staged();
         if by_threads || self.context.long_operations.load(Ordering::SeqCst) > 1 { 0 } else { LONE_BYTES_MAX }
     }
 
@@ -324,11 +323,6 @@ impl PeerState {
     /// Whether `bytes` bytes are deep bulk for this peer's number of channels.
     pub fn is_deep_bulk(&self, bytes: u64) -> bool {
         schedule::is_deep_bulk(bytes, self.channels())
-    }
-
-    /// Whether the peer stages some of the payload that is written to it.
-    pub fn writes_to_gpus(&self) -> bool {
-        self.writes_to_gpus.load(Ordering::Relaxed)
     }
 
     /// Whether a channel belongs to the home worker.
@@ -352,8 +346,8 @@ impl PeerState {
 
     /// Begins an operation, which ends when its last hold is dropped.
     pub fn begin(&self, op: Op) -> Hold {
-        if op.on_gpu() && !self.stages.load(Ordering::Relaxed) {
-            self.stages.store(true, Ordering::Relaxed);
+        if op.on_gpu() {
+            self.route.note_gpu();
         }
         if is_long(&op) {
             self.context.long_operations.fetch_add(1, Ordering::SeqCst);

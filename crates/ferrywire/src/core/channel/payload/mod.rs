@@ -103,7 +103,7 @@ impl Payload {
     /// The number of ends, 0 to 2, that copy payload once more on its way. `None` over a lane, which itself
     /// limits the bytes in flight.
     pub fn copying_ends(&self, peer: &PeerState) -> Option<u64> {
-        let at_peer = u64::from(peer.writes_to_gpus());
+        let at_peer = u64::from(peer.route.writes_to_gpus());
         match self {
             Payload::Stream => Some(at_peer),
             Payload::Staged(staged) => Some(u64::from(staged.has_sent()) + at_peer),

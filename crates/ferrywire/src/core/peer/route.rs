@@ -1,0 +1,140 @@
+//! What is known of the way between the two ends: how far it is, and which ends copy payload to or from GPUs.
+//!
+//! Invariant: a fact that was noted stays.
+//! Read next: `state.rs`, which decides by it.
+
+use std::net::IpAddr;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use ferrywire_net::Conn;
+
+/// The way between two ends.
+pub(crate) struct Route {
+    /// The addresses of this end and of the peer that the first channel connects.
+    path: OnceLock<(IpAddr, IpAddr)>,
+    is_far: AtomicBool,
+    writes_to_gpus: AtomicBool,
+    uses_gpus: AtomicBool,
+}
+
+impl Route {
+    /// A route on which no channel is open yet.
+    pub fn new(is_far: bool) -> Route {
+        Route {
+            path: OnceLock::new(),
+            is_far: AtomicBool::new(is_far),
+            writes_to_gpus: AtomicBool::new(false),
+            uses_gpus: AtomicBool::new(false),
+        }
+    }
+
+    /// Notes the path of a channel.
+    pub fn note_path(&self, conn: &dyn Conn) {
+        let path = (conn.local().ip(), conn.remote().ip());
+        if conn.is_long() || *self.path.get_or_init(|| path) != path {
+            note(&self.is_far);
+        }
+    }
+
+    /// Notes that a write to GPU memory of the peer was posted.
+    pub fn note_write_to_gpu(&self) {
+        note(&self.writes_to_gpus);
+    }
+
+    /// Notes that an operation with GPU memory of this end has begun.
+    pub fn note_gpu(&self) {
+        note(&self.uses_gpus);
+    }
+
+    /// Whether the channels lead to another host, or have several paths, a long one or lanes. Several channels may then
+    /// carry a transfer sooner than one, since the paths limit them and not the threads.
+    pub fn is_far(&self) -> bool {
+        self.is_far.load(Ordering::Relaxed)
+    }
+
+    /// Whether the peer stages some of the payload that is written to it.
+    pub fn writes_to_gpus(&self) -> bool {
+        self.writes_to_gpus.load(Ordering::Relaxed)
+    }
+
+    /// Whether an end copies payload to or from GPUs.
+    pub fn is_staged(&self) -> bool {
+        self.writes_to_gpus() || self.uses_gpus.load(Ordering::Relaxed)
+    }
+}
+
+#[cfg(test)]
+impl Route {
+    /// Makes the route one over several paths.
+    pub fn make_far(&self) {
+        note(&self.is_far);
+    }
+}
+
+/// Sets a flag that many threads read. A store of the same value would take it from their caches.
+fn note(flag: &AtomicBool) {
+    if !flag.load(Ordering::Relaxed) {
+        flag.store(true, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ferrywire_net::{IoVec, PathHealth};
+    use std::io;
+    use std::net::SocketAddr;
+    use std::os::fd::RawFd;
+
+    /// A connection that is only asked for its path.
+    struct Path {
+        remote: SocketAddr,
+        is_long: bool,
+    }
+
+    impl Conn for Path {
+        unsafe fn send(&mut self, _pieces: &[IoVec]) -> io::Result<usize> {
+            Err(io::ErrorKind::Unsupported.into())
+        }
+
+        unsafe fn recv(&mut self, _pieces: &[IoVec]) -> io::Result<usize> {
+            Err(io::ErrorKind::Unsupported.into())
+        }
+
+        fn is_long(&self) -> bool {
+            self.is_long
+        }
+
+        fn health(&self) -> PathHealth {
+            PathHealth::default()
+        }
+
+        fn shutdown(&mut self) {}
+
+        fn fd(&self) -> Option<RawFd> {
+            None
+        }
+
+        fn local(&self) -> SocketAddr {
+            ([127, 0, 0, 1], 7431).into()
+        }
+
+        fn remote(&self) -> SocketAddr {
+            self.remote
+        }
+    }
+
+    #[test]
+    fn a_route_with_several_paths_or_a_long_one_is_far() {
+        let path = |host, port, is_long| Path { remote: ([127, 0, 0, host], port).into(), is_long };
+        let is_far = |paths: &[Path]| {
+            let route = Route::new(false);
+            paths.iter().for_each(|path| route.note_path(path));
+            route.is_far()
+        };
+        assert!(!is_far(&[path(1, 1, false), path(1, 2, false)]));
+        assert!(is_far(&[path(1, 1, false), path(2, 2, false)]));
+        assert!(is_far(&[path(1, 1, false), path(1, 2, true)]));
+    }
+}
