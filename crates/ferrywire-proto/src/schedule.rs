@@ -92,7 +92,8 @@ pub fn is_deep_bulk(bytes: u64, channels: usize) -> bool {
 
 const SPIN_TIME: Duration = Duration::from_micros(50);
 const COPY_SPIN_TIME: Duration = Duration::from_micros(500);
-const DEEP_BYTES: u64 = 2 << 20;
+/// Bytes per channel of deep bulk.
+pub const DEEP_BYTES: u64 = 2 << 20;
 
 /// Default number of progress threads: one per core up to 16. A large host keeps its other cores for other work.
 fn workers(cores: usize) -> usize {

@@ -48,6 +48,8 @@ pub struct Pull {
     pub chunk_bytes: usize,
     /// Shortest and longest chunk of staged payload, in bytes.
     pub staged_bytes: (usize, usize),
+    /// Largest bulk operation in bytes that is not cut, unless it is staged.
+    pub whole_bytes: u64,
     /// Most bytes of small operations that one pull takes.
     pub small: u64,
     /// Whether bulk may be pulled; false for a channel that is too far ahead of the others.
@@ -67,6 +69,14 @@ struct Bulk<O> {
 impl<O: Operation> Bulk<O> {
     fn bytes_left(&self) -> u64 {
         self.op.bytes_to_cut() - self.cutter.position()
+    }
+
+    /// The bytes of the operation if one frame can carry all of it.
+    fn whole_bytes(&self) -> Option<u64> {
+        let is_whole = self.cutter.position() == 0
+            && self.op.bytes_to_cut() > 0
+            && self.op.pieces().len() <= limits::SEGMENTS_PER_CHUNK_MAX;
+        is_whole.then(|| self.op.total())
     }
 
     /// Removes a bulk operation before all of it is cut.
@@ -158,6 +168,11 @@ impl<O> Outbox<O> {
 }
 
 impl<O: Operation> Outbox<O> {
+    /// The bytes of the first bulk operation if one frame can carry all of it.
+    pub fn next_whole_bytes(&self) -> Option<u64> {
+        self.bulk.front()?.whole_bytes()
+    }
+
     /// Queues an operation.
     ///
     /// # Errors
@@ -383,7 +398,8 @@ impl<O: Operation> Outbox<O> {
             } else {
                 (limits::CHUNK_BYTES_MIN, pull.chunk_bytes)
             };
-            let bytes = chunk_bytes(self.bulk_bytes, pull.channels, min, max);
+            let whole = bulk.whole_bytes().filter(|bytes| !is_staged && *bytes <= pull.whole_bytes);
+            let bytes = whole.unwrap_or_else(|| chunk_bytes(self.bulk_bytes, pull.channels, min, max));
             let limits = ChunkLimits { bytes, segments: limits::SEGMENTS_PER_CHUNK_MAX };
             let chunk =
                 if bulk.op.is_unsendable() { None } else { bulk.cutter.next(bulk.op.pieces(), limits) };

@@ -11,6 +11,7 @@ fn pull() -> Pull {
         channels: 1,
         chunk_bytes: limits::CHUNK_BYTES_MIN,
         staged_bytes: (limits::STAGING_CHUNK_BYTES_MIN, limits::STAGING_SLOT_BYTES),
+        whole_bytes: 0,
         small: u64::MAX,
         bulk: true,
         messages: None,
@@ -165,6 +166,35 @@ fn short_sends_that_were_matched_are_sent_in_turn_with_what_was_posted_later() {
     assert_eq!(dropped.iter().map(Operation::id).collect::<Vec<_>>(), [4]);
     assert!(dropped[0].0.uncut.get());
     assert_eq!(outbox.close().iter().map(Operation::id).collect::<Vec<_>>(), [8, 1]);
+}
+
+#[test]
+fn a_bulk_operation_is_cut_beyond_the_bytes_that_travel_whole() {
+    const CHUNK: u64 = limits::CHUNK_BYTES_MIN as u64;
+    const WHOLE: u64 = 4 * CHUNK;
+    let pull = Pull { whole_bytes: WHOLE, ..pull() };
+    let pieces = |count: usize| {
+        let piece = |at| Piece { local: 2 * at, remote: 2 * at, len: 1 };
+        let last = Piece { local: 1 << 20, remote: 1 << 20, len: CHUNK };
+        Pieces::joined((1..count as u64).map(piece).chain([last]))
+    };
+    let over = |count| Model::over(1, Verb::Write, 9, pieces(count));
+    let most = limits::SEGMENTS_PER_CHUNK_MAX;
+    for (op, whole, first) in [
+        (write(1, WHOLE), Some(WHOLE), WHOLE),
+        (write(1, WHOLE + 1), Some(WHOLE + 1), CHUNK),
+        (write(1, WHOLE).with(|facts| facts.on_gpu = true), Some(WHOLE), CHUNK),
+        (over(most), Some(CHUNK + most as u64 - 1), CHUNK + most as u64 - 1),
+        (over(most + 1), None, most as u64),
+    ] {
+        let mut outbox = outbox();
+        let total = op.total();
+        outbox.post(op).unwrap();
+        assert_eq!(outbox.next_whole_bytes(), whole);
+        let frame = outbox.next(pull, true, &mut Vec::new()).unwrap();
+        assert_eq!((u64::from(frame.header.len), outbox.bulk_bytes()), (first, total - first));
+        assert_eq!(outbox.next_whole_bytes(), None, "a part of it is cut, or it is gone");
+    }
 }
 
 /// Each chunk has a token of its own; the last one has the operation's.

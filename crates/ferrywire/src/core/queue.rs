@@ -45,6 +45,8 @@ pub(crate) struct SendQueue {
     waiting_beside_bulk: AtomicUsize,
     /// Bytes of bulk operations that are not cut into chunks yet.
     bulk_bytes: AtomicU64,
+    /// Bytes of the first bulk operation if one frame can carry all of it, else `u64::MAX`.
+    next_whole_bytes: AtomicU64,
     read_room: ReadRoom,
     pub chunk_bytes: usize,
     /// Bytes of small operations in its window from which a channel counts as busy.
@@ -74,6 +76,7 @@ impl SendQueue {
             waiting_beside_small: AtomicUsize::new(0),
             waiting_beside_bulk: AtomicUsize::new(0),
             bulk_bytes: AtomicU64::new(0),
+            next_whole_bytes: AtomicU64::new(u64::MAX),
             read_room: ReadRoom::default(),
             chunk_bytes,
             small_fill_bytes,
@@ -153,6 +156,11 @@ impl SendQueue {
         self.bulk_bytes.load(Ordering::Relaxed)
     }
 
+    /// Whether one frame can carry all of the next bulk operation, and the operation has at most `bytes` bytes.
+    pub fn next_is_whole(&self, bytes: u64) -> bool {
+        self.next_whole_bytes.load(Ordering::Relaxed) <= bytes
+    }
+
     /// Number of items that wait to be pulled.
     pub fn waiting(&self) -> usize {
         self.waiting.load(Ordering::SeqCst)
@@ -170,11 +178,13 @@ impl SendQueue {
                 count.store(items, Ordering::SeqCst);
             }
         };
+        // A thread that sees work also sees these.
+        self.bulk_bytes.store(outbox.bulk_bytes(), Ordering::Relaxed);
+        self.next_whole_bytes.store(outbox.next_whole_bytes().unwrap_or(u64::MAX), Ordering::Relaxed);
         let waiting = outbox.len();
         set(&self.waiting, waiting);
         set(&self.waiting_beside_small, waiting - outbox.small_len());
         set(&self.waiting_beside_bulk, waiting - outbox.bulk_len());
-        self.bulk_bytes.store(outbox.bulk_bytes(), Ordering::Relaxed);
     }
 
     /// Changes the outbox and publishes its counts.
@@ -584,6 +594,7 @@ mod tests {
                 channels: 1,
                 chunk_bytes: 1 << 20,
                 staged_bytes: (limits::STAGING_CHUNK_BYTES_MIN, limits::STAGING_SLOT_BYTES),
+                whole_bytes: 0,
                 small,
                 bulk,
                 messages: None,

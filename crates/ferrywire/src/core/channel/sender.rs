@@ -136,7 +136,7 @@ impl Channel {
     /// when this channel cannot send.
     fn hand_over_small(&self) {
         if self.peer.in_bulk() {
-            self.leave_small(0);
+            self.leave_rest(0);
         }
     }
 
@@ -369,7 +369,7 @@ impl Channel {
         let enough = unsent >= READY_BYTES;
         self.payload.note_enough(enough);
         if enough || !waits {
-            return self.leave_small(small);
+            return self.leave_rest(small);
         }
         self.take(None, unsent, small);
     }
@@ -411,6 +411,7 @@ impl Channel {
             channels: self.peer.live_channels(),
             chunk_bytes,
             staged_bytes: self.payload.staged_chunk_bytes(&self.peer),
+            whole_bytes: if self.peer.is_ordered() { self.peer.whole_bytes() } else { 0 },
             small,
             bulk,
             messages: self.payload.messages(),
@@ -423,15 +424,17 @@ impl Channel {
         }
         pulled.dropped.into_iter().for_each(Hold::cut_short);
         self.publish_load();
-        self.leave_small(small);
+        self.leave_rest(small);
         pulled.refused.iter().for_each(|op| op.fail(self.peer.gone()));
         pulled.refused.is_none()
     }
 
-    /// Wakes the channel that takes the small operations left in the queue, if this one had a bounded share.
-    fn leave_small(&self, share: u64) {
-        if share < u64::MAX && self.peer.queue.has_work_beside_bulk() {
-            self.peer.rouse_for_small();
+    /// Wakes the channel that takes the operations left in the queue that channels take in order: small ones, if this
+    /// channel had a bounded `share` of them, and those that travel whole.
+    fn leave_rest(&self, share: u64) {
+        let (peer, queue) = (&self.peer, &self.peer.queue);
+        if share < u64::MAX && queue.has_work_beside_bulk() || peer.next_is_whole() && peer.in_bulk() {
+            peer.rouse_for_small();
         }
     }
 
@@ -470,10 +473,12 @@ impl Channel {
         } else {
             whole
         };
-        match copying_ends {
-            0 => (share, chunk_bytes),
-            _ => (share.min(self.peer.staged_share(self.sender.window.bytes() as u64)), chunk_bytes),
-        }
+        let ordered = if self.peer.next_is_whole() { self.ordered_share() } else { None };
+        let bound = ordered.unwrap_or_else(|| match copying_ends {
+            0 => u64::MAX,
+            _ => self.peer.staged_share(self.sender.window.bytes() as u64),
+        });
+        (share.min(bound), chunk_bytes)
     }
 
     /// [`Channel::bulk_share`] between two ends of one host. `copying_ends` of the two ends copy the payload once more.
@@ -488,6 +493,14 @@ impl Channel {
         };
         let sharing = if self.conn.within_host() { 1 } else { self.peer.channels_per_thread() };
         schedule::local_share(in_flight, sharing, copying_ends, self.peer.queue.chunk_bytes)
+    }
+
+    /// Bytes of bulk operations that travel whole that this channel may take while the channels fill up in order, as
+    /// with small ones. `None` once all are busy: then a channel works in long runs.
+    fn ordered_share(&self) -> Option<u64> {
+        let peer = &self.peer;
+        let are_busy = || !schedule::has_small_room(peer.least_backlog(), peer.queue.small_fill_bytes);
+        (!peer.in_bulk() || !are_busy()).then(|| self.small_share())
     }
 
     /// Bytes of small operations that this channel may take. Without bulk, only the peer's home channel takes

@@ -1,13 +1,14 @@
 //! What is known of the way between the two ends: how far it is, and which ends copy payload to or from GPUs.
 //!
 //! Invariant: a fact that was noted stays.
-//! Read next: `state.rs`, which decides by it.
+//! Read next: `../channel/sender.rs`, which divides operations among channels by it.
 
 use std::net::IpAddr;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use ferrywire_net::Conn;
+use ferrywire_proto::limits;
 
 /// The way between two ends.
 pub(crate) struct Route {
@@ -61,6 +62,15 @@ impl Route {
     /// Whether an end copies payload to or from GPUs.
     pub fn is_staged(&self) -> bool {
         self.writes_to_gpus() || self.uses_gpus.load(Ordering::Relaxed)
+    }
+
+    /// Largest bulk operation in bytes that one channel carries whole; 0 for none. Staged payload is never cut shorter.
+    pub fn whole_bytes(&self) -> u64 {
+        match (self.is_far(), self.is_staged()) {
+            (true, _) => 0,
+            (false, true) => limits::STAGING_CHUNK_BYTES_MIN as u64,
+            (false, false) => limits::WHOLE_BYTES_MAX,
+        }
     }
 }
 
@@ -125,16 +135,18 @@ mod tests {
         }
     }
 
+    /// A transfer of one chunk would use one of the NICs.
     #[test]
-    fn a_route_with_several_paths_or_a_long_one_is_far() {
+    fn a_transfer_is_cut_where_there_are_several_paths_or_a_long_one() {
         let path = |host, port, is_long| Path { remote: ([127, 0, 0, host], port).into(), is_long };
-        let is_far = |paths: &[Path]| {
+        let whole_bytes = |paths: &[Path]| {
             let route = Route::new(false);
             paths.iter().for_each(|path| route.note_path(path));
-            route.is_far()
+            route.whole_bytes()
         };
-        assert!(!is_far(&[path(1, 1, false), path(1, 2, false)]));
-        assert!(is_far(&[path(1, 1, false), path(2, 2, false)]));
-        assert!(is_far(&[path(1, 1, false), path(1, 2, true)]));
+        assert_eq!(whole_bytes(&[path(1, 1, false), path(1, 2, false)]), limits::WHOLE_BYTES_MAX);
+        assert_eq!(whole_bytes(&[path(1, 1, false), path(2, 2, false)]), 0);
+        assert_eq!(whole_bytes(&[path(1, 1, false), path(1, 2, true)]), 0);
+        assert_eq!(Route::new(true).whole_bytes(), 0);
     }
 }

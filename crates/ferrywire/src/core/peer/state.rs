@@ -313,6 +313,29 @@ impl PeerState {
         if by_threads || self.context.long_operations.load(Ordering::SeqCst) > 1 { 0 } else { LONE_BYTES_MAX }
     }
 
+    /// Largest bulk operation in bytes that one channel carries whole.
+    pub fn whole_bytes(&self) -> u64 {
+        self.route.whole_bytes().min(self.info.chunk_bytes as u64)
+    }
+
+    /// Whether one channel carries the next bulk operation whole.
+    pub fn next_is_whole(&self) -> bool {
+        self.queue.next_is_whole(self.whole_bytes()) && self.is_ordered()
+    }
+
+    /// Whether channels take operations of at most [`PeerState::whole_bytes`] in order. Where the queue alone keeps all of
+    /// them busy, there is no order to keep.
+    pub fn is_ordered(&self) -> bool {
+        let queued = self.queue.bulk_bytes();
+        let fill = if self.route.is_staged() { self.queue.small_fill_bytes } else { schedule::DEEP_BYTES };
+        queued < fill * self.channels() as u64
+    }
+
+    /// Whether the channels take an operation of so many bytes in order: each only while those before it are busy.
+    pub fn takes_in_order(&self, bytes: u64) -> bool {
+        bytes <= SMALL_BYTES_MAX || (bytes <= self.whole_bytes() && self.is_ordered())
+    }
+
     /// Whether the bytes queued and in flight are deep bulk.
     pub fn in_deep_bulk(&self) -> bool {
         // Idle threads ask all the time. The backlogs are in the cache of the threads that move bytes.
@@ -463,13 +486,14 @@ impl PeerState {
         self.life.lost_waiters.add(handle, || self.lost_to_a_call().is_some());
     }
 
-    /// Wakes the workers for `bytes` newly queued bytes: all workers for bulk, the home worker for small
-    /// operations.
+    /// Wakes the workers for `bytes` newly queued bytes: all workers for an operation that is cut, one for any other.
     pub fn rouse_for(&self, bytes: u64) {
-        if bytes > SMALL_BYTES_MAX {
+        if !self.takes_in_order(bytes) {
             self.context().sleepers.iter().for_each(|sleeper| {
                 sleeper.rouse();
             })
+        } else if self.in_bulk() && self.next_is_whole() {
+            self.rouse_for_small()
         } else {
             self.wake_home_worker()
         }

@@ -199,15 +199,16 @@ impl Workers {
         let home = &self[peer.home_index()];
         // Bulk is left to the threads, which may be pinned.
         let is_for_threads = self.is_for_threads(peer, bytes);
-        if is_for_threads && bytes <= SMALL_BYTES_MAX {
-            if peer.queue.has_work_beside_bulk() {
+        let is_in_order = peer.takes_in_order(bytes);
+        if is_for_threads && is_in_order {
+            if peer.queue.has_work_beside_bulk() || peer.next_is_whole() {
                 return peer.rouse_for_small();
             }
             if !peer.queue.has_work() {
                 return;
             }
         }
-        let bulk = bytes > SMALL_BYTES_MAX || peer.in_bulk();
+        let bulk = !is_in_order || peer.in_bulk();
         if is_for_threads || !home.send_at_once(context, peer) {
             home.sleeper().rouse();
         }

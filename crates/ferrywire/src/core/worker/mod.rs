@@ -17,6 +17,8 @@
 mod engine;
 mod inline;
 mod lost;
+#[cfg(test)]
+mod order_tests;
 mod pinning;
 mod quiesce;
 mod release;
