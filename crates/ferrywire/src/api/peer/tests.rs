@@ -135,6 +135,27 @@ fn a_transfer_alone_is_no_bulk_up_to_the_length_of_a_chunk() {
     assert!(near.state().in_bulk());
 }
 
+/// Regression: the first channels of all peers, which carry what is in order, belonged to one worker.
+#[test]
+fn peers_begin_with_different_workers_on_which_both_ends_agree() {
+    let builder = || crate::Endpoint::builder().threads(4).channels(4);
+    let accepting = builder().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
+    let connecting = builder().build().unwrap();
+    let connect = || {
+        let near = connecting.connect(accepting.listen_addresses()[0], LONG).unwrap();
+        (near, accepting.accept(LONG).unwrap())
+    };
+    let pairs: Vec<_> = (0..16).map(|_| connect()).collect();
+    let workers = |peer: &Peer| [0, 1, 2, 3].map(|channel| peer.state().engine_worker(channel));
+    let first: std::collections::BTreeSet<_> = pairs.iter().map(|(near, _)| workers(near)[0]).collect();
+    assert!(first.len() > 1, "all 16 peers begin with worker {first:?}");
+    for (near, far) in &pairs {
+        let [first, ..] = workers(near);
+        assert_eq!(workers(near), [0, 1, 2, 3].map(|channel| (first + channel) % 4));
+        assert_eq!(workers(near), workers(far));
+    }
+}
+
 #[test]
 fn the_last_of_several_transfers_stays_with_the_threads_that_move_it() {
     let (_connecting, _accepting, near, _far, memory) = connected();

@@ -272,9 +272,10 @@ impl PeerState {
         self.home.store(self.engine_worker(first.unwrap_or(0) as u16), Ordering::Relaxed);
     }
 
-    /// The number of the worker that owns a channel. Both ends agree if they have as many workers.
+    /// The number of the worker that owns a channel. Both ends agree if they have as many workers. Each peer begins with
+    /// another worker, since the first channels carry most of what is in order.
     pub fn engine_worker(&self, index: u16) -> usize {
-        usize::from(index) % self.context.sleepers.len()
+        (self.info.session as u32 as usize + usize::from(index)) % self.context.sleepers.len()
     }
 
     /// Whether operations other than receives are in flight. A receive may wait for ever.

@@ -226,7 +226,8 @@ impl Workers {
         // Operations start at different workers in turn.
         let first = peer.rouse_first.fetch_add(1, Ordering::Relaxed);
         for step in 0..count {
-            let sleeper = &sleepers[(first.wrapping_add(step)) % count];
+            let channel = first.wrapping_add(step) % count;
+            let sleeper = &sleepers[peer.engine_worker(channel as u16)];
             if left == 0 {
                 break;
             }
@@ -502,12 +503,13 @@ mod tests {
         // The peer posts no receive for it. An operation that is alone would go at once.
         let sent = peer.send(1, &target, 0, 128 << 10).unwrap();
         peer.recv(1, &target, 0, 4 << 20).unwrap().cancel();
-        assert!(peer.state().in_bulk() && peer.state().home_index() == 0);
+        let [home, other] = [0, 1].map(|channel| peer.state().engine_worker(channel));
+        assert!(peer.state().in_bulk() && peer.state().home_index() == home);
         let since = Instant::now();
         let running = near.running();
         let busy = loop {
-            if let Some(mut engine) = running.workers[1].try_engine() {
-                engine.run_commands(&running.workers[1], running.context());
+            if let Some(mut engine) = running.workers[other].try_engine() {
+                engine.run_commands(&running.workers[other], running.context());
                 if engine.slots.iter().flatten().count() == 1 {
                     break engine;
                 }
@@ -518,7 +520,7 @@ mod tests {
             );
             thread::yield_now();
         };
-        let home = &running.workers[0];
+        let home = &running.workers[home];
         // Without a limit, so that no check of the path finds the write. The thread looks for work once more after it has
         // announced that it sleeps.
         thread::sleep(Duration::from_millis(20));
