@@ -178,7 +178,7 @@ impl SendQueue {
                 count.store(items, Ordering::SeqCst);
             }
         };
-        // A thread that sees work also sees these.
+        // A thread that sees more items also sees these.
         self.bulk_bytes.store(outbox.bulk_bytes(), Ordering::Relaxed);
         self.next_whole_bytes.store(outbox.next_whole_bytes().unwrap_or(u64::MAX), Ordering::Relaxed);
         let waiting = outbox.len();

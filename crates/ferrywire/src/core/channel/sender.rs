@@ -132,8 +132,8 @@ impl Channel {
         Ok(())
     }
 
-    /// Wakes another channel for the small operations that were assigned to this channel, if the peer sends bulk. Called
-    /// when this channel cannot send.
+    /// Wakes another channel for the operations that it left to this one, if the peer sends bulk. Called when this channel
+    /// cannot send.
     fn hand_over_small(&self) {
         if self.peer.in_bulk() {
             self.leave_rest(0);
@@ -417,6 +417,7 @@ impl Channel {
             messages: self.payload.messages(),
         };
         let first = self.sender.window.next();
+        let was_ordered = self.peer.next_is_whole();
         let pulled = self.payload.pull(posted, &self.peer, &self.counters, &mut self.sender.window, pull);
         if trace::is_on() {
             let chunk = self.counters.track.chunk();
@@ -425,6 +426,10 @@ impl Channel {
         pulled.dropped.into_iter().for_each(Hold::cut_short);
         self.publish_load();
         self.leave_rest(small);
+        // The other channels left what came first to this one, and may sleep.
+        if was_ordered && self.peer.queue.bulk_bytes() > 0 && !self.peer.next_is_whole() {
+            self.peer.rouse_all();
+        }
         pulled.refused.iter().for_each(|op| op.fail(self.peer.gone()));
         pulled.refused.is_none()
     }
@@ -474,11 +479,12 @@ impl Channel {
             whole
         };
         let ordered = if self.peer.next_is_whole() { self.ordered_share() } else { None };
-        let bound = ordered.unwrap_or_else(|| match copying_ends {
-            0 => u64::MAX,
-            _ => self.peer.staged_share(self.sender.window.bytes() as u64),
-        });
-        (share.min(bound), chunk_bytes)
+        match (ordered, copying_ends) {
+            // A channel that is known to have room takes some: others leave it to this one.
+            (Some(ordered), _) => (ordered, chunk_bytes),
+            (None, 0) => (share, chunk_bytes),
+            (None, _) => (share.min(self.peer.staged_share(self.sender.window.bytes() as u64)), chunk_bytes),
+        }
     }
 
     /// [`Channel::bulk_share`] between two ends of one host. `copying_ends` of the two ends copy the payload once more.

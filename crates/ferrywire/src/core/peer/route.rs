@@ -59,12 +59,13 @@ impl Route {
         self.writes_to_gpus.load(Ordering::Relaxed)
     }
 
-    /// Whether an end copies payload to or from GPUs.
+    /// Whether operations posted at this end copy payload to or from GPUs.
     pub fn is_staged(&self) -> bool {
         self.writes_to_gpus() || self.uses_gpus.load(Ordering::Relaxed)
     }
 
-    /// Largest bulk operation in bytes that one channel carries whole; 0 for none. Staged payload is never cut shorter.
+    /// Largest bulk operation in bytes that one channel carries whole, as far as the route decides it; 0 for none. Staged
+    /// payload is never cut shorter.
     pub fn whole_bytes(&self) -> u64 {
         match (self.is_far(), self.is_staged()) {
             (true, _) => 0,

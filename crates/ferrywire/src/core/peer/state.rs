@@ -316,7 +316,12 @@ impl PeerState {
 
     /// Largest bulk operation in bytes that one channel carries whole.
     pub fn whole_bytes(&self) -> u64 {
-        self.route.whole_bytes().min(self.info.chunk_bytes as u64)
+        // A checksum is made while the queue is locked. A single thread wakes no others for the parts.
+        if self.info.crc || self.context.sleepers.len() == 1 {
+            return 0;
+        }
+        let in_cache = schedule::local_bytes(self.channels_per_thread());
+        self.route.whole_bytes().min(in_cache).min(self.info.chunk_bytes as u64)
     }
 
     /// Whether one channel carries the next bulk operation whole.
@@ -487,17 +492,24 @@ impl PeerState {
         self.life.lost_waiters.add(handle, || self.lost_to_a_call().is_some());
     }
 
-    /// Wakes the workers for `bytes` newly queued bytes: all workers for an operation that is cut, one for any other.
+    /// Wakes the workers for an operation of `bytes` bytes that was queued: all for one that is cut, else the one that
+    /// takes it.
     pub fn rouse_for(&self, bytes: u64) {
         if !self.takes_in_order(bytes) {
-            self.context().sleepers.iter().for_each(|sleeper| {
-                sleeper.rouse();
-            })
+            self.rouse_all();
         } else if self.in_bulk() && self.next_is_whole() {
-            self.rouse_for_small()
+            self.rouse_for_small();
+        } else if self.in_bulk() && bytes > SMALL_BYTES_MAX && self.queue.bulk_bytes() > 0 {
+            // It has more pieces than one frame carries, or waits behind an operation that is cut.
+            self.rouse_all();
         } else {
-            self.wake_home_worker()
+            self.wake_home_worker();
         }
+    }
+
+    /// Wakes all workers.
+    pub fn rouse_all(&self) {
+        self.context.sleepers.iter().for_each(|sleeper| _ = sleeper.rouse());
     }
 
     /// Wakes the home worker if frames are queued: only its channels take small operations.
