@@ -1,4 +1,4 @@
-//! Tests that hold the engines of all workers, so that nothing moves but what they send.
+//! Tests that hold engines of workers, so that these move nothing but what the tests send.
 
 use super::*;
 use crate::{Endpoint, Peer, Region, Transfer};
@@ -6,20 +6,23 @@ use crate::{Endpoint, Peer, Region, Transfer};
 const LONG: Duration = Duration::from_secs(60);
 const THREADS: usize = 4;
 
-/// The engine of each worker, once it has its part of the channels.
-fn hold_engines(workers: &Workers, channels: usize) -> Vec<MutexGuard<'_, ProgressEngine>> {
+/// The engine of a worker, once it has its part of the channels.
+fn hold_engine<'a>(worker: &'a Worker, context: &Context, channels: usize) -> MutexGuard<'a, ProgressEngine> {
     let since = Instant::now();
-    let hold = |worker| loop {
+    loop {
         assert!(since.elapsed() < LONG, "another thread holds the engine all the time, or it has no channel");
-        if let Some(mut engine) = Worker::try_engine(worker) {
-            engine.run_commands(worker, &workers.context);
+        if let Some(mut engine) = worker.try_engine() {
+            engine.run_commands(worker, context);
             if engine.slots.iter().flatten().count() == channels / THREADS {
-                break engine;
+                return engine;
             }
         }
         thread::yield_now();
-    };
-    workers.iter().map(|worker| hold(worker)).collect()
+    }
+}
+
+fn hold_engines(workers: &Workers, channels: usize) -> Vec<MutexGuard<'_, ProgressEngine>> {
+    workers.iter().map(|worker| hold_engine(worker, &workers.context, channels)).collect()
 }
 
 /// Two endpoints on this host, each with a region from `alloc`.
@@ -110,4 +113,35 @@ fn whole_operations_of_a_gpu_do_not_wait_for_a_channel_that_has_its_share() {
     assert_eq!(state.queue.waiting(), 0);
     drop(engines);
     writes.iter().for_each(|write| assert_eq!(write.wait(LONG), Ok(BYTES)));
+}
+
+/// Regression, found before it was released: the first channel alone carried an operation that is cut, once it had taken
+/// what came before.
+#[test]
+fn channels_that_left_an_operation_to_the_first_are_woken_for_what_is_behind_it() {
+    let hosts = Hosts::new(THREADS, |endpoint| endpoint.alloc_host(4 << 20).unwrap());
+    let (running, state) = (hosts.near.running().clone(), hosts.peer.state());
+    let first = &running.workers[state.engine_worker(0)];
+    let mut engine = hold_engine(first, running.context(), THREADS);
+    let [source, target] = &hosts.regions;
+    let write = |bytes| hosts.peer.write(source, 0, &target.descriptor(), 0, bytes).unwrap();
+    let writes = [write(1 << 20), write(3 << 20)];
+    assert!(state.in_bulk() && state.next_is_whole());
+    let since = Instant::now();
+    let others = || running.workers.iter().filter(|worker| worker.index != first.index);
+    let mut asleep = 0;
+    while asleep < 20 {
+        assert!(since.elapsed() < LONG, "the other workers do not sleep");
+        thread::sleep(Duration::from_millis(1));
+        let all = others().all(|worker| worker.sleeper.activity() == Activity::InPoll);
+        asleep = if all { asleep + 1 } else { 0 };
+    }
+    assert_eq!(state.queue.waiting(), 2);
+    engine.send_for(first, running.context(), state);
+    while state.queue.waiting() > 0 {
+        assert!(since.elapsed() < LONG, "the other workers sleep");
+        thread::sleep(Duration::from_millis(1));
+    }
+    drop(engine);
+    writes.iter().for_each(|write| assert!(write.wait(LONG).is_ok()));
 }
