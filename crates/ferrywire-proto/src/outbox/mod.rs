@@ -71,11 +71,13 @@ impl<O: Operation> Bulk<O> {
         self.op.bytes_to_cut() - self.cutter.position()
     }
 
-    /// The bytes of the operation if one frame can carry all of it.
+    /// The bytes of the operation if one frame can carry all of it; 1 if only its notification is left.
     fn whole_bytes(&self) -> Option<u64> {
-        let is_whole = self.cutter.position() == 0
-            && self.op.bytes_to_cut() > 0
-            && self.op.pieces().len() <= limits::SEGMENTS_PER_CHUNK_MAX;
+        if self.bytes_left() == 0 {
+            return Some(1);
+        }
+        let is_whole =
+            self.cutter.position() == 0 && self.op.pieces().len() <= limits::SEGMENTS_PER_CHUNK_MAX;
         is_whole.then(|| self.op.total())
     }
 
@@ -168,7 +170,7 @@ impl<O> Outbox<O> {
 }
 
 impl<O: Operation> Outbox<O> {
-    /// The bytes of the first bulk operation if one frame can carry all of it.
+    /// The bytes of the first bulk operation if one frame can carry all of it; 1 if only its notification is left.
     pub fn next_whole_bytes(&self) -> Option<u64> {
         self.bulk.front()?.whole_bytes()
     }

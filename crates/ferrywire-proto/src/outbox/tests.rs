@@ -195,6 +195,13 @@ fn a_bulk_operation_is_cut_beyond_the_bytes_that_travel_whole() {
         assert_eq!((u64::from(frame.header.len), outbox.bulk_bytes()), (first, total - first));
         assert_eq!(outbox.next_whole_bytes(), None, "a part of it is cut, or it is gone");
     }
+    // A notification that is left is one frame too.
+    let mut outbox = outbox();
+    outbox.post(write(1, WHOLE).with(|facts| facts.message = vec![1])).unwrap();
+    let mut next =
+        || (outbox.next_whole_bytes(), outbox.next(pull, true, &mut Vec::new()).unwrap().header.kind);
+    assert_eq!([next(), next()], [(Some(WHOLE), Kind::Data), (Some(1), Kind::Notify)]);
+    assert!(outbox.is_empty() && outbox.next_whole_bytes().is_none());
 }
 
 /// Each chunk has a token of its own; the last one has the operation's.
