@@ -428,7 +428,8 @@ impl Channel {
         self.leave_rest(small);
         // The other channels left what came first to this one, and may sleep.
         if was_ordered && self.peer.queue.bulk_bytes() > 0 && !self.peer.next_is_whole() {
-            self.peer.rouse_all();
+            self.peer.wake_home_worker();
+            self.peer.rouse_for_bulk(self.peer.queue.bulk_bytes());
         }
         pulled.refused.iter().for_each(|op| op.fail(self.peer.gone()));
         pulled.refused.is_none()

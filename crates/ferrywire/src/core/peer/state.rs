@@ -111,6 +111,10 @@ impl PeerInfo {
     }
 }
 
+/// Bytes of bulk per additional worker that is woken. Waking a sleeping thread costs the caller microseconds,
+/// as much as sending these bytes.
+const ROUSE_BYTES: u64 = 256 << 10;
+
 /// How far a peer has come towards its end.
 #[derive(Default)]
 pub(crate) struct Life {
@@ -164,7 +168,7 @@ pub(crate) struct PeerState {
     /// Number of the worker whose channels carry small operations first.
     home: AtomicUsize,
     /// Number of the worker that is woken first for the next operation.
-    pub rouse_first: AtomicUsize,
+    rouse_first: AtomicUsize,
     pub route: Route,
 }
 
@@ -272,8 +276,8 @@ impl PeerState {
         self.home.store(self.engine_worker(first.unwrap_or(0) as u16), Ordering::Relaxed);
     }
 
-    /// The number of the worker that owns a channel. Both ends agree if they have as many workers. Each peer begins with
-    /// another worker, since the first channels carry most of what is in order.
+    /// The number of the worker that owns a channel. Both ends agree if they have as many workers. Peers begin with
+    /// different workers, since the first channels carry most of what is in order.
     pub fn engine_worker(&self, index: u16) -> usize {
         (self.info.session as u32 as usize + usize::from(index)) % self.context.sleepers.len()
     }
@@ -507,8 +511,25 @@ impl PeerState {
         }
     }
 
-    /// Wakes all workers.
-    pub fn rouse_all(&self) {
+    /// Wakes workers other than the home worker for `bytes` bytes that are cut, in proportion.
+    pub fn rouse_for_bulk(&self, bytes: u64) {
+        let sleepers = &self.context.sleepers;
+        // Other workers have no channel of this peer.
+        let count = sleepers.len().min(self.channels()).max(1);
+        let mut left = bytes.div_ceil(ROUSE_BYTES);
+        // Operations start at different workers in turn.
+        let first = self.rouse_first.fetch_add(1, Ordering::Relaxed);
+        for step in 0..count {
+            let channel = first.wrapping_add(step) % count;
+            let sleeper = &sleepers[self.engine_worker(channel as u16)];
+            if left == 0 {
+                break;
+            }
+            left -= u64::from(sleeper.index != self.home_index() && sleeper.rouse());
+        }
+    }
+
+    fn rouse_all(&self) {
         self.context.sleepers.iter().for_each(|sleeper| _ = sleeper.rouse());
     }
 

@@ -44,9 +44,6 @@ const SHARED_COPY_BYTES_MAX: u64 = 16 << 10;
 
 /// Longest time that a waiting caller sleeps before it checks again.
 const PARK: Duration = Duration::from_millis(50);
-/// Bytes of bulk per additional worker that is woken. Waking a sleeping thread costs the caller microseconds,
-/// as much as sending these bytes.
-const ROUSE_BYTES: u64 = 256 << 10;
 
 impl Workers {
     /// Waits until `done` returns true, and polls the peer's home worker inline where possible. Returns false
@@ -213,25 +210,7 @@ impl Workers {
             home.sleeper().rouse();
         }
         if bulk && peer.queue.has_work() {
-            self.rouse_for_bulk(peer, bytes);
-        }
-    }
-
-    /// Wakes further workers, in proportion to `bytes`.
-    fn rouse_for_bulk(&self, peer: &PeerState, bytes: u64) {
-        let sleepers = &self.context.sleepers;
-        // Other workers have no channel of this peer.
-        let count = sleepers.len().min(peer.channels()).max(1);
-        let mut left = bytes.div_ceil(ROUSE_BYTES);
-        // Operations start at different workers in turn.
-        let first = peer.rouse_first.fetch_add(1, Ordering::Relaxed);
-        for step in 0..count {
-            let channel = first.wrapping_add(step) % count;
-            let sleeper = &sleepers[peer.engine_worker(channel as u16)];
-            if left == 0 {
-                break;
-            }
-            left -= u64::from(sleeper.index != peer.home_index() && sleeper.rouse());
+            peer.rouse_for_bulk(bytes);
         }
     }
 
