@@ -32,20 +32,23 @@ impl Route {
 
     /// Notes the path of a channel.
     pub fn note_path(&self, conn: &dyn Conn) {
-        let path = (conn.local().ip(), conn.remote().ip());
-        if conn.is_long() || *self.path.get_or_init(|| path) != path {
-            note(&self.is_far);
+        self.note((conn.local().ip(), conn.remote().ip()), conn.is_long());
+    }
+
+    fn note(&self, path: (IpAddr, IpAddr), is_long: bool) {
+        if is_long || *self.path.get_or_init(|| path) != path {
+            set(&self.is_far);
         }
     }
 
     /// Notes that a write to GPU memory of the peer was posted.
     pub fn note_write_to_gpu(&self) {
-        note(&self.writes_to_gpus);
+        set(&self.writes_to_gpus);
     }
 
     /// Notes that an operation with GPU memory of this end has begun.
     pub fn note_gpu(&self) {
-        note(&self.uses_gpus);
+        set(&self.uses_gpus);
     }
 
     /// Whether the channels lead to another host, or have several paths, a long one or lanes. Several channels may then
@@ -79,12 +82,12 @@ impl Route {
 impl Route {
     /// Makes the route one over several paths.
     pub fn make_far(&self) {
-        note(&self.is_far);
+        set(&self.is_far);
     }
 }
 
 /// Sets a flag that many threads read. A store of the same value would take it from their caches.
-fn note(flag: &AtomicBool) {
+fn set(flag: &AtomicBool) {
     if !flag.load(Ordering::Relaxed) {
         flag.store(true, Ordering::Relaxed);
     }
@@ -93,61 +96,20 @@ fn note(flag: &AtomicBool) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use ferrywire_net::{IoVec, PathHealth};
-    use std::io;
-    use std::net::SocketAddr;
-    use std::os::fd::RawFd;
-
-    /// A connection that is only asked for its path.
-    struct Path {
-        remote: SocketAddr,
-        is_long: bool,
-    }
-
-    impl Conn for Path {
-        unsafe fn send(&mut self, _pieces: &[IoVec]) -> io::Result<usize> {
-            Err(io::ErrorKind::Unsupported.into())
-        }
-
-        unsafe fn recv(&mut self, _pieces: &[IoVec]) -> io::Result<usize> {
-            Err(io::ErrorKind::Unsupported.into())
-        }
-
-        fn is_long(&self) -> bool {
-            self.is_long
-        }
-
-        fn health(&self) -> PathHealth {
-            PathHealth::default()
-        }
-
-        fn shutdown(&mut self) {}
-
-        fn fd(&self) -> Option<RawFd> {
-            None
-        }
-
-        fn local(&self) -> SocketAddr {
-            ([127, 0, 0, 1], 7431).into()
-        }
-
-        fn remote(&self) -> SocketAddr {
-            self.remote
-        }
-    }
 
     /// A transfer of one chunk would use one of the NICs.
     #[test]
     fn a_transfer_is_cut_where_there_are_several_paths_or_a_long_one() {
-        let path = |host, port, is_long| Path { remote: ([127, 0, 0, host], port).into(), is_long };
-        let whole_bytes = |paths: &[Path]| {
+        let whole_bytes = |paths: &[(u8, bool)]| {
             let route = Route::new(false);
-            paths.iter().for_each(|path| route.note_path(path));
+            for (host, is_long) in paths {
+                route.note(([127, 0, 0, 1].into(), [127, 0, 0, *host].into()), *is_long);
+            }
             route.whole_bytes()
         };
-        assert_eq!(whole_bytes(&[path(1, 1, false), path(1, 2, false)]), limits::WHOLE_BYTES_MAX);
-        assert_eq!(whole_bytes(&[path(1, 1, false), path(2, 2, false)]), 0);
-        assert_eq!(whole_bytes(&[path(1, 1, false), path(1, 2, true)]), 0);
+        assert_eq!(whole_bytes(&[(1, false), (1, false)]), limits::WHOLE_BYTES_MAX);
+        assert_eq!(whole_bytes(&[(1, false), (2, false)]), 0);
+        assert_eq!(whole_bytes(&[(1, false), (1, true)]), 0);
         assert_eq!(Route::new(true).whole_bytes(), 0);
     }
 }
