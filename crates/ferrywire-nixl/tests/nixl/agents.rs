@@ -9,6 +9,8 @@ use std::time::{Duration, Instant};
 
 /// A case that runs longer than this hangs.
 const HANGS_AFTER: Duration = Duration::from_secs(240);
+/// A link that is not up by then has failed.
+const LINK_UP_WITHIN: Duration = Duration::from_secs(60);
 
 /// Two hosts of this machine, joined by two links; removed when dropped.
 struct Hosts([String; 2]);
@@ -37,8 +39,22 @@ impl Hosts {
                 ip(&format!("-n {name} link set fw{nic} up"))?;
             }
         }
+        let all = || self.0.iter().flat_map(|name| (0..2).map(move |nic| (name, nic)));
+        let since = Instant::now();
+        while let Some((name, nic)) = all().find(|(name, nic)| !is_running(name, *nic)) {
+            assert!(since.elapsed() < LINK_UP_WITHIN, "fw{nic} of {name} has no link");
+            std::thread::sleep(Duration::from_millis(5));
+        }
         Some(())
     }
+}
+
+/// Whether the kernel has noted the link of a NIC, which it does up to a second after both of its ends are up. An agent that
+/// starts before leaves the NIC out.
+fn is_running(host: &str, nic: u32) -> bool {
+    let mut command = Command::new("ip");
+    command.args(["-n", host, "-o", "link", "show", &format!("fw{nic}")]);
+    command.output().is_ok_and(|output| String::from_utf8_lossy(&output.stdout).contains(" state UP "))
 }
 
 impl Drop for Hosts {
