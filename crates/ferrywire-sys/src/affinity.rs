@@ -1,4 +1,4 @@
-//! CPU affinity, CPU time of threads and of the process, and the boot id of this host.
+//! CPU affinity, caches of cores, CPU time of threads and of the process, and the boot id of this host.
 //!
 //! Every function reads or changes the calling thread or process only, and keeps no state.
 
@@ -28,6 +28,23 @@ pub fn allowed_cores() -> io::Result<Vec<usize>> {
 /// the application's threads included.
 pub fn cores_with_time() -> usize {
     thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// Bytes of the level 2 cache of the first core that the current thread may run on. `None` where the kernel does not say.
+pub fn level_2_cache_bytes() -> Option<u64> {
+    let core = *allowed_cores().ok()?.first()?;
+    let read = |index: usize, file: &str| {
+        let path = format!("/sys/devices/system/cpu/cpu{core}/cache/index{index}/{file}");
+        fs::read_to_string(path).ok()
+    };
+    let indexes = (0..).take_while(|index| read(*index, "level").is_some());
+    let size = indexes.filter(|index| read(*index, "level").is_some_and(|level| level.trim() == "2"));
+    size.filter_map(|index| parse_cache_bytes(read(index, "size")?.trim())).next()
+}
+
+/// The bytes of a cache, which the kernel writes in whole KiB, as in `2048K`.
+fn parse_cache_bytes(text: &str) -> Option<u64> {
+    text.strip_suffix('K')?.parse::<u64>().ok()?.checked_mul(1024)
 }
 
 /// Lets the current thread run on `cores` only. Returns `InvalidInput` when it may use none of them.
@@ -180,6 +197,20 @@ mod tests {
         }
         let process = CpuTime::of_process().unwrap();
         assert!(process.total() > process_before.total());
+    }
+
+    #[test]
+    fn the_size_of_a_cache_is_read_where_the_kernel_writes_it() {
+        assert_eq!([parse_cache_bytes("2048K"), parse_cache_bytes("512K")], [Some(2 << 20), Some(512 << 10)]);
+        assert_eq!([parse_cache_bytes(""), parse_cache_bytes("2M"), parse_cache_bytes("-1K")], [None; 3]);
+        let core = allowed_cores().unwrap()[0];
+        let sizes: Vec<_> = fs::read_dir(format!("/sys/devices/system/cpu/cpu{core}/cache"))
+            .into_iter()
+            .flatten()
+            .filter_map(|entry| fs::read_to_string(entry.ok()?.path().join("size")).ok())
+            .filter_map(|size| parse_cache_bytes(size.trim()))
+            .collect();
+        assert!(level_2_cache_bytes().is_none_or(|bytes| sizes.contains(&bytes)), "{sizes:?}");
     }
 
     #[test]

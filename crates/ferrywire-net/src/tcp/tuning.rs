@@ -470,7 +470,7 @@ mod tests {
             for (path, sharing) in [(Path::SameHost, 1), (Path::Near, per_thread)] {
                 let options = ConnOptions { same_host: true, per_thread, ..bulk() };
                 let (socket, _) = tuned(path, Duration::ZERO, &options);
-                let (in_flight, chunk) = schedule::local_share(0, sharing, 0, usize::MAX);
+                let (in_flight, chunk) = schedule::local_share(0, sharing, 0, u64::MAX, usize::MAX);
                 // The kernel counts buffers doubled, for its own overhead.
                 let (send, receive) = buffers(&socket);
                 let cut = shortfall(in_flight as usize, (send, receive)).is_some();

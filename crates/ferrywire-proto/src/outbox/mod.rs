@@ -48,7 +48,9 @@ pub struct Pull {
     pub chunk_bytes: usize,
     /// Shortest and longest chunk of staged payload, in bytes.
     pub staged_bytes: (usize, usize),
-    /// Largest bulk operation in bytes that is not cut, unless it is staged.
+    /// Largest bulk operation in bytes that channels take in order; 0 for none.
+    pub ordered_bytes: u64,
+    /// Longest chunk of such an operation in bytes, unless it is staged. Shorter operations are not cut.
     pub whole_bytes: u64,
     /// Most bytes of small operations that one pull takes.
     pub small: u64,
@@ -71,14 +73,12 @@ impl<O: Operation> Bulk<O> {
         self.op.bytes_to_cut() - self.cutter.position()
     }
 
-    /// The bytes of the operation if one frame can carry all of it; 1 if only its notification is left.
-    fn whole_bytes(&self) -> Option<u64> {
+    /// The bytes of the operation unless it has too many pieces for one frame; 1 if only its notification is left.
+    fn ordered_bytes(&self) -> Option<u64> {
         if self.bytes_left() == 0 {
             return Some(1);
         }
-        let is_whole =
-            self.cutter.position() == 0 && self.op.pieces().len() <= limits::SEGMENTS_PER_CHUNK_MAX;
-        is_whole.then(|| self.op.total())
+        (self.op.pieces().len() <= limits::SEGMENTS_PER_CHUNK_MAX).then(|| self.op.total())
     }
 
     /// Removes a bulk operation before all of it is cut.
@@ -170,9 +170,10 @@ impl<O> Outbox<O> {
 }
 
 impl<O: Operation> Outbox<O> {
-    /// The bytes of the first bulk operation if one frame can carry all of it; 1 if only its notification is left.
-    pub fn next_whole_bytes(&self) -> Option<u64> {
-        self.bulk.front()?.whole_bytes()
+    /// The bytes of the first bulk operation unless it has too many pieces for one frame; 1 if only its notification is
+    /// left.
+    pub fn next_ordered_bytes(&self) -> Option<u64> {
+        self.bulk.front()?.ordered_bytes()
     }
 
     /// Queues an operation.
@@ -400,8 +401,12 @@ impl<O: Operation> Outbox<O> {
             } else {
                 (limits::CHUNK_BYTES_MIN, pull.chunk_bytes)
             };
-            let whole = bulk.whole_bytes().filter(|bytes| !is_staged && *bytes <= pull.whole_bytes);
-            let bytes = whole.unwrap_or_else(|| chunk_bytes(self.bulk_bytes, pull.channels, min, max));
+            let is_ordered = bulk.ordered_bytes().is_some_and(|bytes| bytes <= pull.ordered_bytes);
+            let bytes = if is_ordered && !is_staged {
+                pull.whole_bytes
+            } else {
+                chunk_bytes(self.bulk_bytes, pull.channels, min, max)
+            };
             let limits = ChunkLimits { bytes, segments: limits::SEGMENTS_PER_CHUNK_MAX };
             let chunk =
                 if bulk.op.is_unsendable() { None } else { bulk.cutter.next(bulk.op.pieces(), limits) };

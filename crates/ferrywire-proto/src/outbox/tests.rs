@@ -11,6 +11,7 @@ fn pull() -> Pull {
         channels: 1,
         chunk_bytes: limits::CHUNK_BYTES_MIN,
         staged_bytes: (limits::STAGING_CHUNK_BYTES_MIN, limits::STAGING_SLOT_BYTES),
+        ordered_bytes: 0,
         whole_bytes: 0,
         small: u64::MAX,
         bulk: true,
@@ -169,10 +170,11 @@ fn short_sends_that_were_matched_are_sent_in_turn_with_what_was_posted_later() {
 }
 
 #[test]
-fn a_bulk_operation_is_cut_beyond_the_bytes_that_travel_whole() {
+fn a_bulk_operation_that_channels_take_in_order_is_cut_beyond_the_bytes_that_travel_whole() {
     const CHUNK: u64 = limits::CHUNK_BYTES_MIN as u64;
     const WHOLE: u64 = 4 * CHUNK;
-    let pull = Pull { whole_bytes: WHOLE, ..pull() };
+    const MOST: u64 = 6 * CHUNK;
+    let pull = Pull { ordered_bytes: MOST, whole_bytes: WHOLE, ..pull() };
     let pieces = |count: usize| {
         let piece = |at| Piece { local: 2 * at, remote: 2 * at, len: 1 };
         let last = Piece { local: 1 << 20, remote: 1 << 20, len: CHUNK };
@@ -180,9 +182,10 @@ fn a_bulk_operation_is_cut_beyond_the_bytes_that_travel_whole() {
     };
     let over = |count| Model::over(1, Verb::Write, 9, pieces(count));
     let most = limits::SEGMENTS_PER_CHUNK_MAX;
-    for (op, whole, first) in [
+    for (op, ordered, first) in [
         (write(1, WHOLE), Some(WHOLE), WHOLE),
-        (write(1, WHOLE + 1), Some(WHOLE + 1), CHUNK),
+        (write(1, MOST), Some(MOST), WHOLE),
+        (write(1, MOST + 1), Some(MOST + 1), CHUNK),
         (write(1, WHOLE).with(|facts| facts.on_gpu = true), Some(WHOLE), CHUNK),
         (over(most), Some(CHUNK + most as u64 - 1), CHUNK + most as u64 - 1),
         (over(most + 1), None, most as u64),
@@ -190,18 +193,18 @@ fn a_bulk_operation_is_cut_beyond_the_bytes_that_travel_whole() {
         let mut outbox = outbox();
         let total = op.total();
         outbox.post(op).unwrap();
-        assert_eq!(outbox.next_whole_bytes(), whole);
+        assert_eq!(outbox.next_ordered_bytes(), ordered);
         let frame = outbox.next(pull, true, &mut Vec::new()).unwrap();
         assert_eq!((u64::from(frame.header.len), outbox.bulk_bytes()), (first, total - first));
-        assert_eq!(outbox.next_whole_bytes(), None, "a part of it is cut, or it is gone");
+        assert_eq!(outbox.next_ordered_bytes(), ordered.filter(|_| first < total), "the rest has its place");
     }
     // A notification that is left is one frame too.
     let mut outbox = outbox();
     outbox.post(write(1, WHOLE).with(|facts| facts.message = vec![1])).unwrap();
     let mut next =
-        || (outbox.next_whole_bytes(), outbox.next(pull, true, &mut Vec::new()).unwrap().header.kind);
+        || (outbox.next_ordered_bytes(), outbox.next(pull, true, &mut Vec::new()).unwrap().header.kind);
     assert_eq!([next(), next()], [(Some(WHOLE), Kind::Data), (Some(1), Kind::Notify)]);
-    assert!(outbox.is_empty() && outbox.next_whole_bytes().is_none());
+    assert!(outbox.is_empty() && outbox.next_ordered_bytes().is_none());
 }
 
 /// Each chunk has a token of its own; the last one has the operation's.

@@ -272,7 +272,8 @@ impl Pair {
             channels,
             chunk_bytes: self.settings.chunk_bytes,
             staged_bytes: (self.settings.chunk_bytes / 2, self.settings.chunk_bytes),
-            whole_bytes: self.rng.below(self.settings.chunk_bytes as u64),
+            ordered_bytes: self.rng.below(2 * self.settings.chunk_bytes as u64),
+            whole_bytes: self.rng.between(1, self.settings.chunk_bytes as u64),
             small: schedule::small_share(backlog, least, schedule::small_fill_bytes(1, 1))
                 .min(self.rng.below(1000)),
             bulk: schedule::may_take(backlog, least, self.settings.chunk_bytes),

@@ -18,6 +18,7 @@ use crate::error::Error;
 use ferrywire_memory::{Memory, MemoryLocation};
 use ferrywire_proto::limits::{PeerLimits, SEGMENTS_PER_CHUNK_MAX};
 use ferrywire_proto::outbox::{Frame, Matched, Outbox, Read, is_numbered, withdrawn};
+use ferrywire_proto::schedule::InCache;
 use ferrywire_proto::window::Window;
 use ferrywire_proto::wire::{self, HEADER_BYTES, Header, Kind};
 use std::hint;
@@ -45,12 +46,14 @@ pub(crate) struct SendQueue {
     waiting_beside_bulk: AtomicUsize,
     /// Bytes of bulk operations that are not cut into chunks yet.
     bulk_bytes: AtomicU64,
-    /// Bytes of the first bulk operation if one frame can carry all of it, else `u64::MAX`.
-    next_whole_bytes: AtomicU64,
+    /// Bytes of the first bulk operation, or `u64::MAX` if it has too many pieces for one frame.
+    next_ordered_bytes: AtomicU64,
     read_room: ReadRoom,
     pub chunk_bytes: usize,
     /// Bytes of small operations in its window from which a channel counts as busy.
     pub small_fill_bytes: u64,
+    /// Bytes of bulk between two threads of one host.
+    pub in_cache: InCache,
     /// Whether staging rings use half of their bytes while payload goes both ways.
     pub short_rings: bool,
     pub crc: bool,
@@ -76,10 +79,11 @@ impl SendQueue {
             waiting_beside_small: AtomicUsize::new(0),
             waiting_beside_bulk: AtomicUsize::new(0),
             bulk_bytes: AtomicU64::new(0),
-            next_whole_bytes: AtomicU64::new(u64::MAX),
+            next_ordered_bytes: AtomicU64::new(u64::MAX),
             read_room: ReadRoom::default(),
             chunk_bytes,
             small_fill_bytes,
+            in_cache: InCache::new(None, 1, 1),
             short_rings: false,
             crc,
             #[cfg(test)]
@@ -156,9 +160,9 @@ impl SendQueue {
         self.bulk_bytes.load(Ordering::Relaxed)
     }
 
-    /// Whether one frame can carry all of the next bulk operation, and the operation has at most `bytes` bytes.
-    pub fn next_is_whole(&self, bytes: u64) -> bool {
-        self.next_whole_bytes.load(Ordering::Relaxed) <= bytes
+    /// Whether the next bulk operation has at most `bytes` bytes, and not too many pieces for one frame.
+    pub fn next_is_ordered(&self, bytes: u64) -> bool {
+        self.next_ordered_bytes.load(Ordering::Relaxed) <= bytes
     }
 
     /// Number of items that wait to be pulled.
@@ -180,7 +184,7 @@ impl SendQueue {
         };
         // A thread that sees more items also sees these.
         self.bulk_bytes.store(outbox.bulk_bytes(), Ordering::Relaxed);
-        self.next_whole_bytes.store(outbox.next_whole_bytes().unwrap_or(u64::MAX), Ordering::Relaxed);
+        self.next_ordered_bytes.store(outbox.next_ordered_bytes().unwrap_or(u64::MAX), Ordering::Relaxed);
         let waiting = outbox.len();
         set(&self.waiting, waiting);
         set(&self.waiting_beside_small, waiting - outbox.small_len());
@@ -594,6 +598,7 @@ mod tests {
                 channels: 1,
                 chunk_bytes: 1 << 20,
                 staged_bytes: (limits::STAGING_CHUNK_BYTES_MIN, limits::STAGING_SLOT_BYTES),
+                ordered_bytes: 0,
                 whole_bytes: 0,
                 small,
                 bulk,

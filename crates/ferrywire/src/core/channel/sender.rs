@@ -411,13 +411,14 @@ impl Channel {
             channels: self.peer.live_channels(),
             chunk_bytes,
             staged_bytes: self.payload.staged_chunk_bytes(&self.peer),
-            whole_bytes: if self.peer.is_ordered() { self.peer.whole_bytes() } else { 0 },
+            ordered_bytes: if self.peer.is_ordered() { self.peer.ordered_bytes() } else { 0 },
+            whole_bytes: self.peer.queue.in_cache.whole_bytes,
             small,
             bulk,
             messages: self.payload.messages(),
         };
         let first = self.sender.window.next();
-        let was_ordered = self.peer.next_is_whole();
+        let was_ordered = self.peer.next_is_ordered();
         let pulled = self.payload.pull(posted, &self.peer, &self.counters, &mut self.sender.window, pull);
         if trace::is_on() {
             let chunk = self.counters.track.chunk();
@@ -427,7 +428,7 @@ impl Channel {
         self.publish_load();
         self.leave_rest(small);
         // The other channels left what came first to this one, and may sleep.
-        if was_ordered && self.peer.queue.bulk_bytes() > 0 && !self.peer.next_is_whole() {
+        if was_ordered && self.peer.queue.bulk_bytes() > 0 && !self.peer.next_is_ordered() {
             self.peer.wake_home_worker();
             self.peer.rouse_for_bulk(self.peer.queue.bulk_bytes());
         }
@@ -436,10 +437,10 @@ impl Channel {
     }
 
     /// Wakes the channel that takes the operations left in the queue that channels take in order: small ones, if this
-    /// channel had a bounded `share` of them, and those that travel whole.
+    /// channel had a bounded `share` of them, and bulk.
     fn leave_rest(&self, share: u64) {
         let (peer, queue) = (&self.peer, &self.peer.queue);
-        if share < u64::MAX && queue.has_work_beside_bulk() || peer.next_is_whole() && peer.in_bulk() {
+        if share < u64::MAX && queue.has_work_beside_bulk() || peer.next_is_ordered() && peer.in_bulk() {
             peer.rouse_for_small();
         }
     }
@@ -479,7 +480,7 @@ impl Channel {
         } else {
             whole
         };
-        let ordered = if self.peer.next_is_whole() { self.ordered_share() } else { None };
+        let ordered = if self.peer.next_is_ordered() { self.ordered_share() } else { None };
         match (ordered, copying_ends) {
             // A channel that is known to have room takes some: others leave it to this one.
             (Some(ordered), _) => (ordered, chunk_bytes),
@@ -499,11 +500,18 @@ impl Channel {
             self.sender.window.bytes() as u64
         };
         let sharing = if self.conn.within_host() { 1 } else { self.peer.channels_per_thread() };
-        schedule::local_share(in_flight, sharing, copying_ends, self.peer.queue.chunk_bytes)
+        let queue = &self.peer.queue;
+        schedule::local_share(
+            in_flight,
+            sharing,
+            copying_ends,
+            queue.in_cache.in_flight_bytes,
+            queue.chunk_bytes,
+        )
     }
 
-    /// Bytes of bulk operations that travel whole that this channel may take while the channels fill up in order, as
-    /// with small ones. `None` once all are busy: then a channel works in long runs.
+    /// Bytes of bulk operations that channels take in order that this one may take while they fill up, as with small
+    /// ones. `None` once all are busy: then a channel works in long runs.
     fn ordered_share(&self) -> Option<u64> {
         let peer = &self.peer;
         let are_busy = || !schedule::has_small_room(peer.least_backlog(), peer.queue.small_fill_bytes);

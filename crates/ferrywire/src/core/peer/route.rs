@@ -67,13 +67,13 @@ impl Route {
         self.writes_to_gpus() || self.uses_gpus.load(Ordering::Relaxed)
     }
 
-    /// Largest bulk operation in bytes that one channel carries whole, as far as the route decides it; 0 for none. Staged
+    /// Largest bulk operation in bytes that channels take in order, as far as the route decides it; 0 for none. Staged
     /// payload is never cut shorter.
-    pub fn whole_bytes(&self) -> u64 {
+    pub fn ordered_bytes(&self) -> u64 {
         match (self.is_far(), self.is_staged()) {
             (true, _) => 0,
             (false, true) => limits::STAGING_CHUNK_BYTES_MIN as u64,
-            (false, false) => limits::WHOLE_BYTES_MAX,
+            (false, false) => limits::ORDERED_BYTES_MAX,
         }
     }
 }
@@ -100,16 +100,16 @@ mod tests {
     /// A transfer of one chunk would use one of the NICs.
     #[test]
     fn a_transfer_is_cut_where_there_are_several_paths_or_a_long_one() {
-        let whole_bytes = |paths: &[(u8, bool)]| {
+        let ordered_bytes = |paths: &[(u8, bool)]| {
             let route = Route::new(false);
             for (host, is_long) in paths {
                 route.note(([127, 0, 0, 1].into(), [127, 0, 0, *host].into()), *is_long);
             }
-            route.whole_bytes()
+            route.ordered_bytes()
         };
-        assert_eq!(whole_bytes(&[(1, false), (1, false)]), limits::WHOLE_BYTES_MAX);
-        assert_eq!(whole_bytes(&[(1, false), (2, false)]), 0);
-        assert_eq!(whole_bytes(&[(1, false), (1, true)]), 0);
-        assert_eq!(Route::new(true).whole_bytes(), 0);
+        assert_eq!(ordered_bytes(&[(1, false), (1, false)]), limits::ORDERED_BYTES_MAX);
+        assert_eq!(ordered_bytes(&[(1, false), (2, false)]), 0);
+        assert_eq!(ordered_bytes(&[(1, false), (1, true)]), 0);
+        assert_eq!(Route::new(true).ordered_bytes(), 0);
     }
 }

@@ -22,7 +22,7 @@ use ferrywire_memory::Memory;
 use ferrywire_metrics::{PeerSample, Source};
 use ferrywire_proto::Identity;
 use ferrywire_proto::protection::Protection;
-use ferrywire_proto::schedule;
+use ferrywire_proto::schedule::{self, InCache};
 use ferrywire_proto::wire::Refusal;
 use ferrywire_sys::affinity;
 
@@ -218,6 +218,7 @@ impl PeerState {
         let mut queue =
             SendQueue::new(info.chunk_bytes, schedule::small_fill_bytes(cores, threads), info.crc);
         queue.short_rings = info.same_host && schedule::has_short_rings(info.channels);
+        queue.in_cache = InCache::new(affinity::level_2_cache_bytes(), cores, threads);
         let route = Route::new(info.lanes || !info.same_host);
         PeerState {
             context,
@@ -318,22 +319,22 @@ impl PeerState {
         if by_threads || self.context.long_operations.load(Ordering::SeqCst) > 1 { 0 } else { LONE_BYTES_MAX }
     }
 
-    /// Largest bulk operation in bytes that one channel carries whole.
-    pub fn whole_bytes(&self) -> u64 {
+    /// Largest bulk operation in bytes that channels take in order.
+    pub fn ordered_bytes(&self) -> u64 {
         // A checksum is made while the queue is locked. A single thread wakes no others for the parts.
         if self.info.crc || self.context.sleepers.len() == 1 {
             return 0;
         }
-        let in_cache = schedule::local_bytes(self.channels_per_thread());
-        self.route.whole_bytes().min(in_cache).min(self.info.chunk_bytes as u64)
+        let in_flight = schedule::local_bytes(self.channels_per_thread());
+        self.route.ordered_bytes().min(in_flight).min(self.info.chunk_bytes as u64)
     }
 
-    /// Whether one channel carries the next bulk operation whole.
-    pub fn next_is_whole(&self) -> bool {
-        self.queue.next_is_whole(self.whole_bytes()) && self.is_ordered()
+    /// Whether channels take the next bulk operation in order.
+    pub fn next_is_ordered(&self) -> bool {
+        self.queue.next_is_ordered(self.ordered_bytes()) && self.is_ordered()
     }
 
-    /// Whether channels take operations of at most [`PeerState::whole_bytes`] in order. Where the queue alone keeps all of
+    /// Whether channels take operations of at most [`PeerState::ordered_bytes`] in order. Where the queue alone keeps all of
     /// them busy, there is no order to keep.
     pub fn is_ordered(&self) -> bool {
         let queued = self.queue.bulk_bytes();
@@ -343,7 +344,7 @@ impl PeerState {
 
     /// Whether the channels take an operation of so many bytes in order: each only while those before it are busy.
     pub fn takes_in_order(&self, bytes: u64) -> bool {
-        bytes <= SMALL_BYTES_MAX || (bytes <= self.whole_bytes() && self.is_ordered())
+        bytes <= SMALL_BYTES_MAX || (bytes <= self.ordered_bytes() && self.is_ordered())
     }
 
     /// Whether the bytes queued and in flight are deep bulk.
@@ -501,7 +502,7 @@ impl PeerState {
     pub fn rouse_for(&self, bytes: u64) {
         if !self.takes_in_order(bytes) {
             self.rouse_all();
-        } else if self.in_bulk() && self.next_is_whole() {
+        } else if self.in_bulk() && self.next_is_ordered() {
             self.rouse_for_small();
         } else if self.in_bulk() && bytes > SMALL_BYTES_MAX && self.queue.bulk_bytes() > 0 {
             // It has more pieces than one frame carries, or waits behind an operation that is cut.

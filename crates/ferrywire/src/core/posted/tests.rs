@@ -229,6 +229,7 @@ impl Bench {
             channels: 1,
             chunk_bytes: queue.chunk_bytes,
             staged_bytes: (limits::STAGING_CHUNK_BYTES_MIN, limits::STAGING_SLOT_BYTES),
+            ordered_bytes: 0,
             whole_bytes: 0,
             small: u64::MAX,
             bulk: true,

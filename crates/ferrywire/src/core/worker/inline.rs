@@ -198,7 +198,7 @@ impl Workers {
         let is_for_threads = self.is_for_threads(peer, bytes);
         let is_in_order = peer.takes_in_order(bytes);
         if is_for_threads && is_in_order {
-            if peer.queue.has_work_beside_bulk() || peer.next_is_whole() {
+            if peer.queue.has_work_beside_bulk() || peer.next_is_ordered() {
                 return peer.rouse_for_small();
             }
             if !peer.queue.has_work() {
