@@ -50,7 +50,7 @@ pub struct Pull {
     pub staged_bytes: (usize, usize),
     /// Largest bulk operation in bytes that channels take in order; 0 for none.
     pub ordered_bytes: u64,
-    /// Longest chunk of such an operation in bytes, unless it is staged. Shorter operations are not cut.
+    /// Longest chunk of such an operation in bytes, unless it is staged. A longer one is cut into equal chunks.
     pub whole_bytes: u64,
     /// Most bytes of small operations that one pull takes.
     pub small: u64,
@@ -403,7 +403,7 @@ impl<O: Operation> Outbox<O> {
             };
             let is_ordered = bulk.ordered_bytes().is_some_and(|bytes| bytes <= pull.ordered_bytes);
             let bytes = if is_ordered && !is_staged {
-                pull.whole_bytes
+                equal_part(bulk.bytes_left(), pull.whole_bytes)
             } else {
                 chunk_bytes(self.bulk_bytes, pull.channels, min, max)
             };
@@ -713,6 +713,12 @@ impl Cutter {
             position: start.position,
         })
     }
+}
+
+/// The first of as few equal parts of `bytes` as have at most `part_bytes_max` bytes, in whole pages where that allows it.
+fn equal_part(bytes: u64, part_bytes_max: u64) -> u64 {
+    let parts = bytes.div_ceil(part_bytes_max).max(1);
+    bytes.div_ceil(parts).next_multiple_of(4096).min(part_bytes_max)
 }
 
 /// Size of the next chunk in bytes: half of an equal share of the rest, in whole pages, within the bounds.

@@ -184,7 +184,7 @@ fn a_bulk_operation_that_channels_take_in_order_is_cut_beyond_the_bytes_that_tra
     let most = limits::SEGMENTS_PER_CHUNK_MAX;
     for (op, ordered, first) in [
         (write(1, WHOLE), Some(WHOLE), WHOLE),
-        (write(1, MOST), Some(MOST), WHOLE),
+        (write(1, MOST), Some(MOST), MOST / 2),
         (write(1, MOST + 1), Some(MOST + 1), CHUNK),
         (write(1, WHOLE).with(|facts| facts.on_gpu = true), Some(WHOLE), CHUNK),
         (over(most), Some(CHUNK + most as u64 - 1), CHUNK + most as u64 - 1),
