@@ -60,7 +60,8 @@ pub const READS_WAITING_MAX: usize = OUTSTANDING_READS_MAX;
 /// Largest operation in bytes that travels as one frame, ahead of bulk.
 pub const SMALL_BYTES_MAX: u64 = 64 << 10;
 /// Bytes up to which channels take bulk operations in order between two ends of a host: a default chunk. The next channel
-/// helps once those before it are busy. Threads that are woken for parts of such an operation cost more time than they save.
+/// helps once those before it are busy. Threads that are all woken for parts of such an operation cost more time than they
+/// save.
 pub const ORDERED_BYTES_MAX: u64 = CHUNK_BYTES_DEFAULT as u64;
 /// Most frames in flight (sent and not acknowledged) per channel.
 pub const WINDOW_FRAMES_MAX: usize = 1024;

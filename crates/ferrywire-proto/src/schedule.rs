@@ -197,14 +197,15 @@ const SMALL_FILL_BYTES: u64 = 256 << 10;
 const SMALL_FILL_BYTES_IN_LONG_RUNS: u64 = 512 << 10;
 
 /// Bytes of bulk that a channel within this host may take now, and its longest chunk in bytes. `sharing`
-/// channels of one thread each have such a bound. `cached` is of [`InCache`].
+/// channels of one thread each have such a bound. `cached` is [`InCache::in_flight_bytes`], or more where no
+/// cache is shared.
 ///
 /// The threads at the two ends alternate on a core or share a cache, which holds the bytes in flight between
 /// them. A bound no larger than the socket buffers keeps these bytes in the cache. It also lets the kernel
 /// take each call whole. A partial call ends at an odd byte; the kernel copies sent bytes into pages that all
 /// connections of a thread share, so all later bytes are misaligned and are copied out at half the speed. A
-/// staging end adds its ring to the bound, since bytes wait there while they are copied, and they come from memory
-/// anyway.
+/// staging end adds its ring to the bound, since bytes wait there while they are copied. Staged payload comes from memory,
+/// so `cached` does not bound it.
 pub fn local_share(
     in_flight: u64,
     sharing: usize,
@@ -226,7 +227,7 @@ pub fn local_bytes(sharing: usize) -> u64 {
 /// How many bytes of bulk lie between two threads of one host where no payload is staged, so that they stay in the cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InCache {
-    /// Most bytes in flight.
+    /// Bytes in flight from which a thread takes no more.
     pub in_flight_bytes: u64,
     /// Longest chunk in bytes of an operation that channels take in order.
     pub whole_bytes: u64,
@@ -238,8 +239,8 @@ impl InCache {
     ///
     /// Two threads that alternate on a core have the bytes of the source, the kernel's copy and the target in its level 2
     /// cache, each thread on a core of its own only two of the three. With 2 MiB, 512 KiB in flight carry up to twice as
-    /// much on shared cores as 1 MiB, for less CPU time. A cache that holds only shorter runs is not worth the more
-    /// frequent changes between the threads: the bytes then stay in level 3.
+    /// much on shared cores as 1 MiB, for less CPU time. Where a cache holds less, more frequent changes between the
+    /// threads cost more than it saves: the bytes then stay in level 3.
     pub fn new(level_2: Option<u64>, cores: usize, threads: usize) -> InCache {
         let quarter = level_2.unwrap_or(0) / 4;
         if quarter < LOCAL_BYTES_MIN {

@@ -39,6 +39,8 @@ pub struct Config {
     pub socket_buffer_bytes: Option<usize>,
     /// Time within which the loss of a silent peer is reported.
     pub peer_timeout: Duration,
+    /// Size in bytes of a core's level 2 cache; `None` if it is not known.
+    pub(crate) level_2_cache_bytes: Option<u64>,
     /// The shared secrets at the start. Never logged or printed.
     pub(crate) secrets: Secrets,
 }
@@ -107,6 +109,7 @@ impl Default for Config {
             congestion_control: None,
             socket_buffer_bytes: None,
             peer_timeout: limits::PEER_TIMEOUT_DEFAULT,
+            level_2_cache_bytes: None,
             secrets: Secrets::default(),
         }
     }

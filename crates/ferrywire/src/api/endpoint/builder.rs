@@ -32,6 +32,13 @@ impl Builder {
         Builder { config: Config::default(), transport: None, plugin: None, backend: None, cores: Vec::new() }
     }
 
+    /// For tests: another size of a core's level 2 cache than this host's.
+    #[cfg(test)]
+    pub(crate) fn level_2_cache_bytes(mut self, bytes: u64) -> Builder {
+        self.config.level_2_cache_bytes = Some(bytes);
+        self
+    }
+
     /// Listens on this address. Port 0 chooses a free port; an unspecified address listens on every NIC.
     /// Default: the endpoint does not listen.
     pub fn listen(mut self, address: SocketAddr) -> Builder {
@@ -210,6 +217,8 @@ impl Builder {
             let cores = affinity::cores_with_time();
             self.config.threads = schedule::threads_default(cores);
         }
+        let level_2 = &mut self.config.level_2_cache_bytes;
+        *level_2 = level_2.or_else(affinity::level_2_cache_bytes);
         self.config.check()?;
         let transport: SharedTransport = self.transport.unwrap_or_else(|| Arc::new(TcpTransport::default()));
         let options = self.config.bulk_options();

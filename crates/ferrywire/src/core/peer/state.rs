@@ -218,7 +218,7 @@ impl PeerState {
         let mut queue =
             SendQueue::new(info.chunk_bytes, schedule::small_fill_bytes(cores, threads), info.crc);
         queue.short_rings = info.same_host && schedule::has_short_rings(info.channels);
-        queue.in_cache = InCache::new(affinity::level_2_cache_bytes(), cores, threads);
+        queue.in_cache = InCache::new(context.config.level_2_cache_bytes, cores, threads);
         let route = Route::new(info.lanes || !info.same_host);
         PeerState {
             context,
@@ -497,15 +497,15 @@ impl PeerState {
         self.life.lost_waiters.add(handle, || self.lost_to_a_call().is_some());
     }
 
-    /// Wakes the workers for an operation of `bytes` bytes that was queued: all for one that is cut, else the one that
-    /// takes it.
+    /// Wakes the workers for an operation of `bytes` bytes that was queued: the one that takes it if channels take it in
+    /// order, else all.
     pub fn rouse_for(&self, bytes: u64) {
         if !self.takes_in_order(bytes) {
             self.rouse_all();
         } else if self.in_bulk() && self.next_is_ordered() {
             self.rouse_for_small();
         } else if self.in_bulk() && bytes > SMALL_BYTES_MAX && self.queue.bulk_bytes() > 0 {
-            // It has more pieces than one frame carries, or waits behind an operation that is cut.
+            // It has more pieces than one frame carries, or waits behind an operation that all channels take.
             self.rouse_all();
         } else {
             self.wake_home_worker();
