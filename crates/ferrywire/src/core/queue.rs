@@ -50,8 +50,9 @@ pub(crate) struct SendQueue {
     next_ordered_bytes: AtomicU64,
     read_room: ReadRoom,
     pub chunk_bytes: usize,
-    /// Bytes of small operations in its window from which a channel counts as busy.
-    pub small_fill_bytes: u64,
+    /// Bytes in its window from which a channel counts as busy where channels take operations in order: as long as no payload
+    /// is staged, and else.
+    pub fill_bytes: [u64; 2],
     /// Bytes of bulk between two threads of one host.
     pub in_cache: InCache,
     /// Whether staging rings use half of their bytes while payload goes both ways.
@@ -72,7 +73,7 @@ fn read_of(op: &Op) -> Read {
 }
 
 impl SendQueue {
-    pub fn new(chunk_bytes: usize, small_fill_bytes: u64, crc: bool) -> SendQueue {
+    pub fn new(chunk_bytes: usize, fill_bytes: [u64; 2], crc: bool) -> SendQueue {
         SendQueue {
             outbox: Mutex::new(Outbox::new(PeerLimits::default())),
             waiting: AtomicUsize::new(0),
@@ -82,7 +83,7 @@ impl SendQueue {
             next_ordered_bytes: AtomicU64::new(u64::MAX),
             read_room: ReadRoom::default(),
             chunk_bytes,
-            small_fill_bytes,
+            fill_bytes,
             in_cache: InCache::new(None, 1, 1),
             short_rings: false,
             crc,
@@ -589,7 +590,7 @@ mod tests {
     /// messages of 256 KiB moved at half of the rate.
     #[test]
     fn a_pull_that_may_take_nothing_takes_no_lock() {
-        let queue = SendQueue::new(1 << 20, 1 << 18, false);
+        let queue = SendQueue::new(1 << 20, [1 << 18; 2], false);
         let mut window = Window::new(limits::WINDOW_FRAMES_MAX, usize::MAX);
         let mut pull = |small: u64, bulk: bool| {
             let before = queue.locks.load(Ordering::SeqCst);
@@ -626,7 +627,7 @@ mod tests {
             let pieces = Pieces::One(Piece { local: 0, remote: 0, len: 0 });
             Hold::new(Op::new(no_owner(), id, task, pieces, None))
         };
-        let queue = Arc::new(SendQueue::new(1 << 20, 1 << 18, false));
+        let queue = Arc::new(SendQueue::new(1 << 20, [1 << 18; 2], false));
         let writes = [1, 2, 3].map(|id| op(id, Task::Write { region: 9 }));
         writes.iter().for_each(|write| queue.join(write));
         let [first, second, third] = writes;
@@ -651,7 +652,7 @@ mod tests {
     /// Regression: each ending read took the lock, and kept the thread that posts the next reads waiting.
     #[test]
     fn the_end_of_a_short_read_takes_no_lock_unless_others_wait_for_its_room() {
-        let queue = SendQueue::new(1 << 20, 1 << 18, false);
+        let queue = SendQueue::new(1 << 20, [1 << 18; 2], false);
         let mut id = 0;
         let read_of_pieces = |id, pieces| Hold::new(Op::new(no_owner(), id, Task::read(9), pieces, None));
         let mut ask = || {

@@ -455,7 +455,7 @@ impl Channel {
         let has_room = is_open
             && !self.sender.blocked
             && !self.payload.stream_ended()
-            && schedule::has_small_room(bytes, self.peer.queue.small_fill_bytes)
+            && schedule::has_small_room(bytes, self.peer.fill_bytes())
             && self.sender.window.has_room()
             && self.payload.has_room();
         if self.counters.has_small_room.load(Ordering::Relaxed) != has_room {
@@ -513,7 +513,7 @@ impl Channel {
     /// channel works in long runs.
     fn ordered_share(&self) -> Option<u64> {
         let peer = &self.peer;
-        let are_busy = || !schedule::has_small_room(peer.least_backlog(), peer.queue.small_fill_bytes);
+        let are_busy = || !schedule::has_small_room(peer.least_backlog(), peer.fill_bytes());
         (!peer.in_bulk() || !are_busy()).then(|| self.small_share())
     }
 
@@ -523,9 +523,7 @@ impl Channel {
         let backlog = self.sender.window.bytes() as u64;
         match (self.peer.in_bulk(), self.peer.is_home(self.index)) {
             (true, _) if self.peer.leaves_small(self.index) => 0,
-            (true, _) => {
-                schedule::small_share(backlog, self.peer.least_backlog(), self.peer.queue.small_fill_bytes)
-            }
+            (true, _) => schedule::small_share(backlog, self.peer.least_backlog(), self.peer.fill_bytes()),
             (false, true) => u64::MAX,
             (false, false) => 0,
         }

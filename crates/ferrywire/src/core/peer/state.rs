@@ -215,8 +215,9 @@ impl Drop for PeerHandle {
 impl PeerState {
     pub fn new(context: Arc<Context>, info: PeerInfo) -> PeerState {
         let (cores, threads) = (affinity::cores_with_time(), context.config.threads);
-        let mut queue =
-            SendQueue::new(info.chunk_bytes, schedule::small_fill_bytes(cores, threads), info.crc);
+        let fill_bytes =
+            [info.protection.is_some(), false].map(|sealed| schedule::fill_bytes(cores, threads, sealed));
+        let mut queue = SendQueue::new(info.chunk_bytes, fill_bytes, info.crc);
         queue.short_rings = info.same_host && schedule::has_short_rings(info.channels);
         queue.in_cache = InCache::new(context.config.level_2_cache_bytes, cores, threads);
         let route = Route::new(info.lanes || !info.same_host);
@@ -319,6 +320,11 @@ impl PeerState {
         if by_threads || self.context.long_operations.load(Ordering::SeqCst) > 1 { 0 } else { LONE_BYTES_MAX }
     }
 
+    /// Bytes in its window from which a channel counts as busy, so that the next one helps.
+    pub fn fill_bytes(&self) -> u64 {
+        self.queue.fill_bytes[usize::from(self.route.is_staged())]
+    }
+
     /// Largest bulk operation in bytes that channels take in order.
     pub fn ordered_bytes(&self) -> u64 {
         // A checksum is made while the queue is locked. A single thread wakes no others for the parts.
@@ -338,7 +344,7 @@ impl PeerState {
     /// them busy, there is no order to keep.
     pub fn is_ordered(&self) -> bool {
         let queued = self.queue.bulk_bytes();
-        let fill = if self.route.is_staged() { self.queue.small_fill_bytes } else { schedule::DEEP_BYTES };
+        let fill = if self.route.is_staged() { self.fill_bytes() } else { schedule::DEEP_BYTES };
         queued < fill * self.channels() as u64
     }
 

@@ -261,7 +261,7 @@ fn queue_of(chunks: usize) -> (SendQueue, Vec<u8>) {
 }
 
 fn queue_with(memory: Arc<Memory>, pieces: Pieces) -> SendQueue {
-    let queue = SendQueue::new(CHUNK, CHUNK as u64, false).with_lanes();
+    let queue = SendQueue::new(CHUNK, [CHUNK as u64; 2], false).with_lanes();
     assert!(queue.post(Hold::new(Op::new(no_owner(), 1, Task::Write { region: 9 }, pieces, Some(memory)))));
     queue
 }

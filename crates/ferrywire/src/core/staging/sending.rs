@@ -254,7 +254,7 @@ mod tests {
         window: &mut Window<Entry>,
         sending: &mut Sending,
     ) -> Arc<Op> {
-        let queue = SendQueue::new(limits::STAGING_CHUNK_BYTES_MIN, 1 << 18, false);
+        let queue = SendQueue::new(limits::STAGING_CHUNK_BYTES_MIN, [1 << 18; 2], false);
         let op = Hold::new(Op::new(no_owner(), 1, Task::Write { region: 9 }, pieces, Some(memory.clone())));
         let shared = Arc::clone(&op);
         assert!(queue.post(op));

@@ -73,7 +73,7 @@ fn a_channel_carries_an_operation_of_up_to_a_chunk_whole_once_those_before_it_ar
         engines[index].send_for(&workers[index], running.context(), state);
         before - state.queue.waiting() as u64
     };
-    let fill = state.queue.small_fill_bytes / BYTES;
+    let fill = state.fill_bytes() / BYTES;
     let mut left = COUNT;
     for channel in 0..THREADS - 1 {
         assert_eq!(send(THREADS - 1), 0, "the last channel took some before channel {channel} had its share");
