@@ -183,16 +183,16 @@ pub fn may_take(backlog: u64, least: u64, chunk_bytes_max: usize) -> bool {
 /// Backlog, in chunks, by which a channel may be ahead of the least loaded one.
 const SPREAD_CHUNKS: u64 = 8;
 
-/// Bytes of small operations that a channel with `backlog` bytes may take now from the peer's queue, once all
+/// Bytes of operations taken in order that a channel with `backlog` bytes may take now from the peer's queue, once all
 /// channels before it are busy. `least` is the backlog of the least loaded channel, `fill` the result of
 /// [`fill_bytes`].
-pub fn small_share(backlog: u64, least: u64, fill: u64) -> u64 {
+pub fn ordered_share(backlog: u64, least: u64, fill: u64) -> u64 {
     least.saturating_add(fill).saturating_sub(backlog)
 }
 
-/// Whether a channel with `backlog` bytes has room for small operations that channels after it must leave to
+/// Whether a channel with `backlog` bytes has room for operations taken in order, so that those after it must leave them to
 /// it. Half of `fill` is enough to keep the channel busy until it takes more.
-pub fn has_small_room(backlog: u64, fill: u64) -> bool {
+pub fn has_ordered_room(backlog: u64, fill: u64) -> bool {
     backlog < fill / 2
 }
 
@@ -337,11 +337,11 @@ mod tests {
     #[test]
     fn a_channel_that_has_filled_up_is_busy_until_half_of_that_is_acknowledged() {
         for fill in [fill_bytes(8, 8, false), fill_bytes(32, 16, false)] {
-            assert_eq!(small_share(0, 0, fill), fill);
-            assert!(has_small_room(0, fill) && has_small_room(fill / 2 - 1, fill));
-            assert!(!has_small_room(fill / 2, fill) && small_share(fill / 2, 0, fill) > 0);
+            assert_eq!(ordered_share(0, 0, fill), fill);
+            assert!(has_ordered_room(0, fill) && has_ordered_room(fill / 2 - 1, fill));
+            assert!(!has_ordered_room(fill / 2, fill) && ordered_share(fill / 2, 0, fill) > 0);
             // Once all channels are busy, all of them may take more.
-            assert_eq!(small_share(fill, fill, fill), fill);
+            assert_eq!(ordered_share(fill, fill, fill), fill);
         }
         assert!(
             fill_bytes(8, 4, false) > fill_bytes(8, 5, false)

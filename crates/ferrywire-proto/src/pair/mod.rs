@@ -274,7 +274,7 @@ impl Pair {
             staged_bytes: (self.settings.chunk_bytes / 2, self.settings.chunk_bytes),
             ordered_bytes: self.rng.below(2 * self.settings.chunk_bytes as u64),
             whole_bytes: self.rng.between(1, self.settings.chunk_bytes as u64),
-            small: schedule::small_share(backlog, least, schedule::fill_bytes(1, 1, false))
+            small: schedule::ordered_share(backlog, least, schedule::fill_bytes(1, 1, false))
                 .min(self.rng.below(1000)),
             bulk: schedule::may_take(backlog, least, self.settings.chunk_bytes),
             messages: None,

@@ -226,7 +226,7 @@ impl Channel {
         acknowledged.into_iter().for_each(|entry| delivered(&self.peer, &entry, None));
         self.counters.alive.store(false, Ordering::Relaxed);
         self.counters.backlog.store(NO_BACKLOG, Ordering::Relaxed);
-        self.counters.has_small_room.store(false, Ordering::SeqCst);
+        self.counters.has_ordered_room.store(false, Ordering::SeqCst);
         self.counters.staging.pinned_bytes.store(0, Ordering::Relaxed);
         self.counters.staging.send_ring.set((0, 0));
         self.counters.staging.receive_ring.set((0, 0));

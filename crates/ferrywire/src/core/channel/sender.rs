@@ -441,12 +441,12 @@ impl Channel {
     fn leave_rest(&self, share: u64) {
         let (peer, queue) = (&self.peer, &self.peer.queue);
         if share < u64::MAX && queue.has_work_beside_bulk() || peer.next_is_ordered() && peer.in_bulk() {
-            peer.rouse_for_small();
+            peer.rouse_for_ordered();
         }
     }
 
-    /// Publishes the bytes in this channel's window to the peer's other channels, and whether small operations
-    /// are left to this channel. A channel whose lane is not open publishes `NO_BACKLOG`, so that it does not
+    /// Publishes the bytes in this channel's window to the peer's other channels, and whether operations
+    /// taken in order are left to this channel. A channel whose lane is not open publishes `NO_BACKLOG`, so that it does not
     /// count as the least loaded.
     pub fn publish_load(&self) {
         let is_open = self.payload.is_open();
@@ -455,13 +455,13 @@ impl Channel {
         let has_room = is_open
             && !self.sender.blocked
             && !self.payload.stream_ended()
-            && schedule::has_small_room(bytes, self.peer.fill_bytes())
+            && schedule::has_ordered_room(bytes, self.peer.fill_bytes())
             && self.sender.window.has_room()
             && self.payload.has_room();
-        if self.counters.has_small_room.load(Ordering::Relaxed) != has_room {
+        if self.counters.has_ordered_room.load(Ordering::Relaxed) != has_room {
             // A thread that posts afterwards, and finds room here, wakes this channel's worker; what was
             // posted before is seen by the next pull.
-            self.counters.has_small_room.store(has_room, Ordering::SeqCst);
+            self.counters.has_ordered_room.store(has_room, Ordering::SeqCst);
         }
     }
 
@@ -513,7 +513,7 @@ impl Channel {
     /// channel works in long runs.
     fn ordered_share(&self) -> Option<u64> {
         let peer = &self.peer;
-        let are_busy = || !schedule::has_small_room(peer.least_backlog(), peer.fill_bytes());
+        let are_busy = || !schedule::has_ordered_room(peer.least_backlog(), peer.fill_bytes());
         (!peer.in_bulk() || !are_busy()).then(|| self.small_share())
     }
 
@@ -522,8 +522,8 @@ impl Channel {
     fn small_share(&self) -> u64 {
         let backlog = self.sender.window.bytes() as u64;
         match (self.peer.in_bulk(), self.peer.is_home(self.index)) {
-            (true, _) if self.peer.leaves_small(self.index) => 0,
-            (true, _) => schedule::small_share(backlog, self.peer.least_backlog(), self.peer.fill_bytes()),
+            (true, _) if self.peer.leaves_ordered(self.index) => 0,
+            (true, _) => schedule::ordered_share(backlog, self.peer.least_backlog(), self.peer.fill_bytes()),
             (false, true) => u64::MAX,
             (false, false) => 0,
         }

@@ -413,15 +413,15 @@ impl PeerState {
         self.counters.iter().filter(|channel| channel.alive.load(Ordering::Relaxed)).count()
     }
 
-    /// Whether a channel must leave small operations to a channel before it, which has room.
-    pub fn leaves_small(&self, index: u16) -> bool {
-        self.counters[..usize::from(index)].iter().any(|each| each.has_small_room.load(Ordering::SeqCst))
+    /// Whether a channel must leave operations taken in order to a channel before it, which has room.
+    pub fn leaves_ordered(&self, index: u16) -> bool {
+        self.counters[..usize::from(index)].iter().any(|each| each.has_ordered_room.load(Ordering::SeqCst))
     }
 
-    /// Wakes the worker of the first channel that has room for small operations. If none has room, each
-    /// channel takes frames as soon as it has.
-    pub fn rouse_for_small(&self) {
-        let first = self.counters.iter().position(|each| each.has_small_room.load(Ordering::SeqCst));
+    /// Wakes the worker of the first channel that has room for operations taken in order. If none has room, each channel
+    /// takes frames as soon as it has.
+    pub fn rouse_for_ordered(&self) {
+        let first = self.counters.iter().position(|each| each.has_ordered_room.load(Ordering::SeqCst));
         if let Some(index) = first {
             self.context.sleepers[self.engine_worker(index as u16)].rouse();
         }
@@ -509,7 +509,7 @@ impl PeerState {
         if !self.takes_in_order(bytes) {
             self.rouse_all();
         } else if self.in_bulk() && self.next_is_ordered() {
-            self.rouse_for_small();
+            self.rouse_for_ordered();
         } else if self.in_bulk() && bytes > SMALL_BYTES_MAX && self.queue.bulk_bytes() > 0 {
             // It has more pieces than one frame carries, or waits behind an operation that all channels take.
             self.rouse_all();

@@ -199,7 +199,7 @@ impl Workers {
         let is_in_order = peer.takes_in_order(bytes);
         if is_for_threads && is_in_order {
             if peer.queue.has_work_beside_bulk() || peer.next_is_ordered() {
-                return peer.rouse_for_small();
+                return peer.rouse_for_ordered();
             }
             if !peer.queue.has_work() {
                 return;
@@ -507,7 +507,7 @@ mod tests {
             assert!(since.elapsed() < limit, "the home worker does not sleep");
             thread::sleep(Duration::from_millis(20));
         }
-        peer.state().counters[0].has_small_room.store(false, Ordering::SeqCst);
+        peer.state().counters[0].has_ordered_room.store(false, Ordering::SeqCst);
         let write = peer.write(&target, 0, &there.descriptor(), 0, 8).unwrap();
         peer.state().end_bulk();
         assert!(!peer.state().in_bulk());
