@@ -190,8 +190,8 @@ pub fn ordered_share(backlog: u64, least: u64, fill: u64) -> u64 {
     least.saturating_add(fill).saturating_sub(backlog)
 }
 
-/// Whether a channel with `backlog` bytes has room for operations taken in order, so that those after it must leave them to
-/// it. Half of `fill` is enough to keep the channel busy until it takes more.
+/// Whether a channel with `backlog` bytes has room for operations taken in order, so that channels after it must leave them
+/// to it. Half of `fill` is enough to keep the channel busy until it takes more.
 pub fn has_ordered_room(backlog: u64, fill: u64) -> bool {
     backlog < fill / 2
 }
@@ -230,7 +230,7 @@ pub fn local_bytes(sharing: usize) -> u64 {
 /// How many bytes of bulk lie between two threads of one host where no payload is staged, so that they stay in the cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InCache {
-    /// Bytes in flight from which a thread takes no more.
+    /// Bytes in flight from which a thread takes no more bulk out of order.
     pub in_flight_bytes: u64,
     /// Longest chunk in bytes of an operation that channels take in order.
     pub whole_bytes: u64,

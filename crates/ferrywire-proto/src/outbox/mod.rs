@@ -54,8 +54,10 @@ pub struct Pull {
     pub whole_bytes: u64,
     /// Most bytes of small operations that one pull takes.
     pub small: u64,
-    /// Whether bulk may be pulled; false for a channel that is too far ahead of the others.
+    /// Whether bulk may be pulled; false for a channel that is too far ahead of the others, or has as much in flight as it may.
     pub bulk: bool,
+    /// Whether bulk may be pulled after many small operations even if `bulk` is false, so that they cannot keep it out.
+    pub bulk_in_turn: bool,
     /// Messages that fit the window of the channel's lane; `None` without a lane.
     pub messages: Option<usize>,
 }
@@ -330,15 +332,18 @@ impl<O: Operation> Outbox<O> {
         if let Some((number, op)) = self.admitted.pop_front() {
             return Some(message_frame(op, number, 0));
         }
-        let bulk_waits = pull.bulk && !self.bulk.is_empty();
+        let is_turn = self.small_run >= SMALL_RUN_BYTES;
+        let bulk_waits = !self.bulk.is_empty() && (pull.bulk || pull.bulk_in_turn && is_turn);
         if pull.small > 0
-            && (self.small_run < SMALL_RUN_BYTES || !bulk_waits)
+            && !(is_turn && bulk_waits)
             && let Some(frame) = self.next_small(pull, gpu, dropped)
         {
             self.small_run += frame.bytes() as u64;
             return Some(frame);
         }
-        self.small_run = 0;
+        if bulk_waits || self.bulk.is_empty() {
+            self.small_run = 0;
+        }
         if bulk_waits { self.next_bulk(pull, gpu, dropped) } else { None }
     }
 
@@ -717,7 +722,7 @@ impl Cutter {
 
 /// The first of as few equal parts of `bytes` as have at most `part_bytes_max` bytes, in whole pages where that allows it.
 fn equal_part(bytes: u64, part_bytes_max: u64) -> u64 {
-    let parts = bytes.div_ceil(part_bytes_max).max(1);
+    let parts = bytes.div_ceil(part_bytes_max.max(1)).max(1);
     bytes.div_ceil(parts).next_multiple_of(4096).min(part_bytes_max)
 }
 

@@ -15,6 +15,7 @@ fn pull() -> Pull {
         whole_bytes: 0,
         small: u64::MAX,
         bulk: true,
+        bulk_in_turn: false,
         messages: None,
     }
 }
@@ -167,6 +168,48 @@ fn short_sends_that_were_matched_are_sent_in_turn_with_what_was_posted_later() {
     assert_eq!(dropped.iter().map(Operation::id).collect::<Vec<_>>(), [4]);
     assert!(dropped[0].0.uncut.get());
     assert_eq!(outbox.close().iter().map(Operation::id).collect::<Vec<_>>(), [8, 1]);
+}
+
+/// Regression: a channel with as much bulk in flight as it may have went on with small operations only, as long as there
+/// were some.
+#[test]
+fn bulk_has_its_turn_among_small_operations_although_no_more_of_it_should_be_in_flight() {
+    const SMALL: u64 = 64 << 10;
+    let taken = |bulk_in_turn| {
+        let mut outbox = outbox();
+        (1..=40).for_each(|id| outbox.post(write(id, SMALL)).unwrap());
+        outbox.post(write(41, 1 << 30)).unwrap();
+        let mut taken = String::new();
+        // Each pull of a channel has a share of a few small operations.
+        for number in 0..40 {
+            let small = if number % 4 == 3 { 0 } else { SMALL };
+            let pull = Pull { small, bulk: false, bulk_in_turn: bulk_in_turn && small > 0, ..pull() };
+            let frame = outbox.next(pull, true, &mut Vec::new());
+            taken.extend(frame.map(|frame| if frame.header.transfer == 41 { 'b' } else { 's' }));
+        }
+        taken
+    };
+    assert_eq!(taken(true), "ssssssssbssssssssbssssssssbsss");
+    assert_eq!(taken(false), "s".repeat(30));
+}
+
+#[test]
+fn an_operation_is_cut_into_as_few_equal_parts_as_possible() {
+    let parts = |mut bytes: u64, most: u64| {
+        let mut parts = Vec::new();
+        while bytes > 0 {
+            let part = equal_part(bytes, most).min(bytes);
+            parts.push(part);
+            bytes -= part;
+        }
+        parts
+    };
+    const K: u64 = 1 << 10;
+    assert_eq!(parts(513 * K, 512 * K), [260 * K, 253 * K]);
+    assert_eq!(parts(512 * K, 512 * K), [512 * K]);
+    assert_eq!(parts(1536 * K + 1, 512 * K), [388 * K, 384 * K, 384 * K, 380 * K + 1]);
+    assert_eq!(parts(1, 512 * K), [1]);
+    assert_eq!(parts(9_000, 5_000), [5_000, 4_000], "a bound that is no whole number of pages");
 }
 
 #[test]

@@ -277,6 +277,7 @@ impl Pair {
             small: schedule::ordered_share(backlog, least, schedule::fill_bytes(1, 1, false))
                 .min(self.rng.below(1000)),
             bulk: schedule::may_take(backlog, least, self.settings.chunk_bytes),
+            bulk_in_turn: self.rng.percent(50),
             messages: None,
         };
         let (mut taken, mut dropped) = (0, Vec::new());

@@ -50,8 +50,8 @@ pub(crate) struct SendQueue {
     next_ordered_bytes: AtomicU64,
     read_room: ReadRoom,
     pub chunk_bytes: usize,
-    /// Bytes in its window from which a channel counts as busy where channels take operations in order: as long as no payload
-    /// is staged, and else.
+    /// Bytes in its window from which a channel counts as busy where channels take operations in order: the first number
+    /// while no payload is staged, else the second.
     pub fill_bytes: [u64; 2],
     /// Bytes of bulk between two threads of one host.
     pub in_cache: InCache,
@@ -603,6 +603,7 @@ mod tests {
                 whole_bytes: 0,
                 small,
                 bulk,
+                bulk_in_turn: false,
                 messages: None,
             };
             queue.pull(None, &mut window, &mut Sending::default(), pull);

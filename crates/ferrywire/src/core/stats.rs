@@ -56,7 +56,7 @@ pub(crate) struct ChannelCounters {
     /// Bytes in the window. [`NO_BACKLOG`] while the channel takes no frames, so that it never is the least
     /// loaded.
     pub backlog: AtomicU64,
-    /// Whether the channel has room for operations that channels take in order, so that those after it take none.
+    /// Whether the channel has room for operations that channels take in order, so that channels after it take none.
     pub has_ordered_room: AtomicBool,
     pub generation: AtomicU32,
     /// Number of connections after the first one.

@@ -356,7 +356,7 @@ impl Channel {
         if queue.has_work_beside_bulk() && self.small_share() > 0 {
             return true;
         }
-        queue.has_work_beside_small() && self.bulk_share(0).0 > 0 && self.may_take_bulk()
+        queue.has_work_beside_small() && self.bulk_share().0 > 0 && self.may_take_bulk()
     }
 
     /// Moves frames from the queue into the window, until one socket call can be filled.
@@ -400,21 +400,26 @@ impl Channel {
         if self.conn.is_long() {
             self.peer.route.note_path(&*self.conn);
         }
-        let (share, chunk_bytes) = if posted.is_some() || self.peer.queue.has_work_beside_small() {
-            self.bulk_share(small)
-        } else {
-            (0, self.peer.queue.chunk_bytes)
-        };
-        let bulk = share > 0 && self.may_take_bulk();
+        let has_bulk = posted.is_some() || self.peer.queue.has_work_beside_small();
+        let (share, chunk_bytes) =
+            if has_bulk { self.bulk_share() } else { (0, self.peer.queue.chunk_bytes) };
+        let may_take = has_bulk && self.may_take_bulk();
+        let bulk = share > 0 && may_take;
         let pull = Pull {
             bytes: (READY_BYTES - unsent).min(if bulk { share } else { u64::MAX }),
             channels: self.peer.live_channels(),
             chunk_bytes,
             staged_bytes: self.payload.staged_chunk_bytes(&self.peer),
             ordered_bytes: if self.peer.is_ordered() { self.peer.ordered_bytes() } else { 0 },
-            whole_bytes: self.peer.queue.in_cache.whole_bytes,
+            whole_bytes: if self.conn.within_host() {
+                self.peer.queue.in_cache.whole_bytes
+            } else {
+                u64::MAX
+            },
             small,
             bulk,
+            // Small operations may go beyond the bound that bulk has used up.
+            bulk_in_turn: small > 0 && may_take,
             messages: self.payload.messages(),
         };
         let first = self.sender.window.next();
@@ -471,12 +476,12 @@ impl Channel {
         schedule::may_take(backlog, self.peer.least_backlog(), self.peer.queue.chunk_bytes)
     }
 
-    /// Bytes of bulk that this channel may take beside `small` bytes of small operations, and its longest chunk in bytes.
-    fn bulk_share(&self, small: u64) -> (u64, usize) {
+    /// Bytes of bulk that this channel may take, and its longest chunk in bytes.
+    fn bulk_share(&self) -> (u64, usize) {
         let whole = (u64::MAX, self.peer.queue.chunk_bytes);
         let Some(copying_ends) = self.payload.copying_ends(&self.peer) else { return whole };
         let (share, chunk_bytes) = if self.peer.info.same_host && !self.conn.is_long() {
-            self.local_share(copying_ends, small)
+            self.local_share(copying_ends)
         } else {
             whole
         };
@@ -490,7 +495,7 @@ impl Channel {
     }
 
     /// [`Channel::bulk_share`] between two ends of one host. `copying_ends` of the two ends copy the payload once more.
-    fn local_share(&self, copying_ends: u64, small: u64) -> (u64, usize) {
+    fn local_share(&self, copying_ends: u64) -> (u64, usize) {
         // Channels between different addresses may include a slow link, which must not delay the fast ones.
         // Bytes that wait for another copy cost the other channels nothing. Both count by channel, not by
         // thread.
@@ -503,10 +508,7 @@ impl Channel {
         let queue = &self.peer.queue;
         // Where other addresses are used, it is not known whether the bytes stay in a cache.
         let cached = if self.conn.within_host() { queue.in_cache.in_flight_bytes } else { u64::MAX };
-        let (share, chunk_bytes) =
-            schedule::local_share(in_flight, sharing, copying_ends, cached, queue.chunk_bytes);
-        // Small operations may go beyond the bound. Bulk then has its turn among them.
-        (if small > 0 { share.max(chunk_bytes as u64) } else { share }, chunk_bytes)
+        schedule::local_share(in_flight, sharing, copying_ends, cached, queue.chunk_bytes)
     }
 
     /// Bytes of bulk that this channel may take while the channels fill up in order. `None` once all are busy: then a

@@ -233,6 +233,7 @@ impl Bench {
             whole_bytes: 0,
             small: u64::MAX,
             bulk: true,
+            bulk_in_turn: false,
             messages: Some(room),
         };
         queue.pull(None, window, &mut Sending::default(), pull);

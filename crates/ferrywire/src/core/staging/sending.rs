@@ -267,6 +267,7 @@ mod tests {
             whole_bytes: 0,
             small: u64::MAX,
             bulk: true,
+            bulk_in_turn: false,
             messages: None,
         };
         let dropped = queue.pull(None, window, sending, pull).dropped;

@@ -168,32 +168,3 @@ fn channels_that_left_an_operation_to_the_first_are_woken_for_what_is_behind_it(
     drop(engine);
     writes.iter().for_each(|write| assert!(write.wait(LONG).is_ok()));
 }
-
-/// Regression, found before it was released: small operations in flight counted against the bound on bulk, and with as many
-/// as that bulk had no turn while they lasted.
-#[test]
-fn bulk_has_its_turn_beside_small_operations_that_fill_the_windows() {
-    const SMALL: u64 = 64 << 10;
-    let hosts = Hosts::new(THREADS, |endpoint| endpoint.alloc_host(4 << 20).unwrap());
-    let (running, state) = (hosts.near.running().clone(), hosts.peer.state());
-    let mut engines = hold_engines(&running.workers, THREADS);
-    let mut send = |rounds: usize| {
-        for _ in 0..rounds {
-            for (engine, worker) in engines.iter_mut().zip(running.workers.iter()) {
-                engine.send_for(worker, running.context(), state);
-            }
-        }
-    };
-    let mut writes = hosts.write(64, SMALL);
-    send(16);
-    assert_eq!(state.queue.waiting(), 0);
-    let [source, target] = &hosts.regions;
-    let bulk = hosts.peer.write(source, 0, &target.descriptor(), 0, 4 << 20).unwrap();
-    let waiting = state.queue.bulk_bytes();
-    writes.extend(hosts.write(64, SMALL));
-    send(2);
-    assert!(state.queue.bulk_bytes() < waiting, "{} small ones went first", 65 - state.queue.waiting());
-    drop(engines);
-    writes.iter().for_each(|write| assert_eq!(write.wait(LONG), Ok(SMALL)));
-    assert_eq!(bulk.wait(LONG), Ok(4 << 20));
-}
