@@ -226,11 +226,13 @@ pub fn follow(poster: &Poster, depth: usize) -> Outcome {
                 waiting.pop_front();
                 received += 1;
             }
+            // To ask for the end takes as long as to receive a short message.
+            Err(TransferError::Stalled { .. }) if stop.is_none() => {
+                stop = stopped(poster.link)?;
+                stall.check("messages")?;
+            }
             Err(TransferError::Stalled { .. }) => stall.check("messages")?,
             Err(error) => return Err(poster.link.lost(error)),
-        }
-        if stop.is_none() {
-            stop = stopped(poster.link)?;
         }
     }
     waiting.iter().try_for_each(|transfer| withdraw(poster, transfer))
@@ -265,8 +267,11 @@ mod tests {
     use crate::bench::layout::{flows, region_bytes};
     use crate::memory::Memory;
     use ferrywire::Endpoint;
+    use std::sync::atomic::Ordering;
+    use std::thread;
 
     const LIMIT: Duration = Duration::from_secs(60);
+    const COUNT: u64 = 100;
 
     fn run() -> Run {
         Run {
@@ -280,7 +285,7 @@ mod tests {
             blocks: None,
             peers: 1,
             multi_gpu: false,
-            iters: Some(10),
+            iters: Some(COUNT),
             seconds: None,
             warmup: None,
             verify: Verify::Off,
@@ -289,8 +294,9 @@ mod tests {
         }
     }
 
+    /// Regression: it asked for the end of the flow after each message, which took longer than to receive one of 4 KiB.
     #[test]
-    fn a_follower_takes_all_messages_that_came_before_its_receives() {
+    fn a_follower_takes_all_messages_that_came_before_its_receives_and_then_asks_for_the_end() {
         let accepting = Endpoint::builder().listen(([127, 0, 0, 1], 0).into()).build().expect("an endpoint");
         let connecting = Endpoint::builder().build().expect("an endpoint");
         let near = connecting.connect(accepting.listen_addresses()[0], LIMIT).expect("a peer");
@@ -303,8 +309,19 @@ mod tests {
         let flow = flows(&run)[0];
         let sends = Poster::new(&near, &run, flow, Side::Connect, 0, (&here, &to_there)).expect("a poster");
         let receives = Poster::new(&far, &run, flow, Side::Serve, 0, (&there, &to_here)).expect("a poster");
-        let limit = Limit { iterations: 10, time: Duration::MAX };
-        assert_eq!(drive(&sends, 2, limit).map(|report| report.iterations), Ok(10));
-        assert_eq!(follow(&receives, 2), Ok(()));
+        let sent: Vec<_> = (0..COUNT).map(|_| sends.post(0).expect("a message")).collect();
+        sent.iter().for_each(|message| assert_eq!(sends.finish(message), Ok(())));
+        thread::scope(|scope| {
+            let following = scope.spawn(|| follow(&receives, COUNT as usize));
+            while far.asked.load(Ordering::Relaxed) == 0 && !following.is_finished() {
+                thread::sleep(Duration::from_millis(1));
+            }
+            // Enough time to ask once per message.
+            thread::sleep(5 * FOLLOW_SLICE);
+            near.tell(&Message::Stop { count: COUNT }).expect("the end of the flow");
+            assert_eq!(following.join().expect("no panic"), Ok(()));
+        });
+        let asked = far.asked.load(Ordering::Relaxed) as u64;
+        assert!(asked < COUNT, "the follower asked {asked} times for the end");
     }
 }

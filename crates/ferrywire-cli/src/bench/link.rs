@@ -69,6 +69,9 @@ pub struct Link {
     stop: Stop,
     /// Whether one thread takes all messages, so that others must leave them to it.
     has_listener: bool,
+    /// How often it was asked for a message without a wait.
+    #[cfg(test)]
+    pub asked: std::sync::atomic::AtomicUsize,
 }
 
 /// Ends the waits of all conversations of a run once one of them has failed. Only the driving end uses it: if the other
@@ -89,7 +92,18 @@ impl Link {
         let (partial, speaking, their_failure) = (Mutex::default(), Mutex::default(), Mutex::default());
         let message_bytes_max = MESSAGE_BYTES_MAX;
         let (stop, has_listener) = (Stop::default(), false);
-        Link { peer, timeout, message_bytes_max, partial, speaking, their_failure, stop, has_listener }
+        Link {
+            peer,
+            timeout,
+            message_bytes_max,
+            partial,
+            speaking,
+            their_failure,
+            stop,
+            has_listener,
+            #[cfg(test)]
+            asked: Default::default(),
+        }
     }
 
     /// A conversation with a peer that has connected and was not admitted yet.
@@ -249,6 +263,8 @@ impl Link {
 
     /// The next message, if one has arrived.
     pub fn try_hear(&self) -> Outcome<Option<Message>> {
+        #[cfg(test)]
+        self.asked.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         while let Some(bytes) = self.peer.poll_notification().map_err(|error| self.lost(error))? {
             match self.take_in(&bytes)? {
                 None | Some(Heard::Message(Message::Waiting)) => {}
