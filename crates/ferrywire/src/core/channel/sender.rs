@@ -26,7 +26,7 @@ use crate::error::Error;
 use crate::payload::lane::UNREADABLE;
 use ferrywire_net::{Conn, IoVec, PathHealth};
 use ferrywire_proto::limits;
-use ferrywire_proto::schedule::{self, Traffic};
+use ferrywire_proto::schedule::{self, InCache, Traffic};
 use ferrywire_proto::window::Window;
 use ferrywire_proto::wire::{self, HEADER_BYTES, Header, Kind, Refusal};
 
@@ -411,11 +411,7 @@ impl Channel {
             chunk_bytes,
             staged_bytes: self.payload.staged_chunk_bytes(&self.peer),
             ordered_bytes: if self.peer.is_ordered() { self.peer.ordered_bytes() } else { 0 },
-            whole_bytes: if self.conn.within_host() {
-                self.peer.queue.in_cache.whole_bytes
-            } else {
-                u64::MAX
-            },
+            whole_bytes: self.in_cache().map_or(u64::MAX, |in_cache| in_cache.whole_bytes),
             small,
             bulk,
             // Small operations may go beyond the bound that bulk has used up.
@@ -505,10 +501,15 @@ impl Channel {
             self.sender.window.bytes() as u64
         };
         let sharing = if self.conn.within_host() { 1 } else { self.peer.channels_per_thread() };
-        let queue = &self.peer.queue;
-        // Where other addresses are used, it is not known whether the bytes stay in a cache.
-        let cached = if self.conn.within_host() { queue.in_cache.in_flight_bytes } else { u64::MAX };
-        schedule::local_share(in_flight, sharing, copying_ends, cached, queue.chunk_bytes)
+        let cached = self.in_cache().map_or(u64::MAX, |in_cache| in_cache.in_flight_bytes);
+        schedule::local_share(in_flight, sharing, copying_ends, cached, self.peer.queue.chunk_bytes)
+    }
+
+    /// How much bulk stays in a cache on its way between two threads of this host. `None` where it leads through NICs, as far
+    /// as is known: between network namespaces the kernel reports that it copies what it need not.
+    fn in_cache(&self) -> Option<InCache> {
+        let is_copied = || self.peer.info.same_host && !self.conn.is_long() && !self.conn.zero_copy();
+        (self.conn.within_host() || is_copied()).then_some(self.peer.queue.in_cache)
     }
 
     /// Bytes of bulk that this channel may take while the channels fill up in order. `None` once all are busy: then a
