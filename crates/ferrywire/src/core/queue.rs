@@ -22,8 +22,14 @@ use ferrywire_proto::schedule::InCache;
 use ferrywire_proto::window::Window;
 use ferrywire_proto::wire::{self, HEADER_BYTES, Header, Kind};
 use std::hint;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+
+/// Kinds of queued items in [`SendQueue::waiting`]: small operations, bulk, and all others.
+const SOME_SMALL: u64 = 1;
+const SOME_BULK: u64 = 1 << 1;
+const SOME_OTHER: u64 = 1 << 2;
+const KIND_BITS: u32 = 3;
 
 /// Tries to lock the outbox before a pull waits for the lock.
 const LOCK_TRIES: u32 = 1000;
@@ -40,10 +46,8 @@ pub(crate) trait Stage {
 /// The queue of one peer.
 pub(crate) struct SendQueue {
     outbox: Mutex<Outbox<Hold>>,
-    /// Number of queued items: all, those that are not small operations, and those that are not bulk.
-    waiting: AtomicUsize,
-    waiting_beside_small: AtomicUsize,
-    waiting_beside_bulk: AtomicUsize,
+    /// The number of queued items above [`KIND_BITS`] bits, which say whether some are of a kind.
+    waiting: AtomicU64,
     /// Bytes of bulk operations that are not cut into chunks yet.
     bulk_bytes: AtomicU64,
     /// Bytes of the first bulk operation, or `u64::MAX` if it has too many pieces for one frame.
@@ -60,7 +64,7 @@ pub(crate) struct SendQueue {
     pub crc: bool,
     /// Number of times that the outbox was locked.
     #[cfg(test)]
-    pub locks: AtomicUsize,
+    pub locks: AtomicU64,
 }
 
 /// A numbered operation, and its hold unless the queue has it.
@@ -76,9 +80,7 @@ impl SendQueue {
     pub fn new(chunk_bytes: usize, fill_bytes: [u64; 2], crc: bool) -> SendQueue {
         SendQueue {
             outbox: Mutex::new(Outbox::new(PeerLimits::default())),
-            waiting: AtomicUsize::new(0),
-            waiting_beside_small: AtomicUsize::new(0),
-            waiting_beside_bulk: AtomicUsize::new(0),
+            waiting: AtomicU64::new(0),
             bulk_bytes: AtomicU64::new(0),
             next_ordered_bytes: AtomicU64::new(u64::MAX),
             read_room: ReadRoom::default(),
@@ -88,7 +90,7 @@ impl SendQueue {
             short_rings: false,
             crc,
             #[cfg(test)]
-            locks: AtomicUsize::new(0),
+            locks: AtomicU64::new(0),
         }
     }
 
@@ -133,12 +135,9 @@ impl SendQueue {
     /// Whether the pull would find something. Answers, resent frames and others that are neither small operations nor
     /// bulk need no share.
     fn has_work_for(&self, pull: &Pull) -> bool {
-        let (beside_bulk, beside_small) = (
-            self.waiting_beside_bulk.load(Ordering::SeqCst),
-            self.waiting_beside_small.load(Ordering::SeqCst),
-        );
-        let of_neither = beside_bulk + beside_small > self.waiting();
-        of_neither || (pull.small > 0 && beside_bulk > 0) || (pull.bulk && beside_small > 0)
+        let small = if pull.small > 0 { SOME_SMALL } else { 0 };
+        let bulk = if pull.bulk { SOME_BULK } else { 0 };
+        self.has_some(small | bulk | SOME_OTHER)
     }
 
     /// Whether items wait to be pulled.
@@ -148,12 +147,17 @@ impl SendQueue {
 
     /// Whether items wait for a channel that may take small operations.
     pub fn has_work_beside_bulk(&self) -> bool {
-        self.waiting_beside_bulk.load(Ordering::SeqCst) > 0
+        self.has_some(SOME_SMALL | SOME_OTHER)
     }
 
     /// Whether items wait for a channel that may take bulk.
     pub fn has_work_beside_small(&self) -> bool {
-        self.waiting_beside_small.load(Ordering::SeqCst) > 0
+        self.has_some(SOME_BULK | SOME_OTHER)
+    }
+
+    /// Whether items of one of these kinds wait to be pulled.
+    fn has_some(&self, kinds: u64) -> bool {
+        self.waiting.load(Ordering::SeqCst) & kinds != 0
     }
 
     /// Bytes of bulk that wait to be pulled.
@@ -168,7 +172,7 @@ impl SendQueue {
 
     /// Number of items that wait to be pulled.
     pub fn waiting(&self) -> usize {
-        self.waiting.load(Ordering::SeqCst)
+        (self.waiting.load(Ordering::SeqCst) >> KIND_BITS) as usize
     }
 
     /// Number of queued frames of the engine's own, such as answers to the peer.
@@ -177,19 +181,17 @@ impl SendQueue {
     }
 
     fn publish(&self, outbox: &Outbox<Hold>) {
-        // The lock's owner alone stores counts. An ordered store costs much more than the comparison.
-        let set = |count: &AtomicUsize, items| {
-            if count.load(Ordering::Relaxed) != items {
-                count.store(items, Ordering::SeqCst);
-            }
-        };
         // A thread that sees more items also sees these.
         self.bulk_bytes.store(outbox.bulk_bytes(), Ordering::Relaxed);
         self.next_ordered_bytes.store(outbox.next_ordered_bytes().unwrap_or(u64::MAX), Ordering::Relaxed);
-        let waiting = outbox.len();
-        set(&self.waiting, waiting);
-        set(&self.waiting_beside_small, waiting - outbox.small_len());
-        set(&self.waiting_beside_bulk, waiting - outbox.bulk_len());
+        let (items, small, bulk) = (outbox.len(), outbox.small_len(), outbox.bulk_len());
+        let some = |kind, count: usize| if count > 0 { kind } else { 0 };
+        let kinds = some(SOME_SMALL, small) | some(SOME_BULK, bulk) | some(SOME_OTHER, items - small - bulk);
+        let waiting = (items as u64) << KIND_BITS | kinds;
+        // The lock's owner alone stores it. An ordered store costs much more than the comparison.
+        if self.waiting.load(Ordering::Relaxed) != waiting {
+            self.waiting.store(waiting, Ordering::SeqCst);
+        }
     }
 
     /// Changes the outbox and publishes its counts.
