@@ -7,7 +7,7 @@
 //! A worker thread's states: `running -> in poll -> running`, and `running -> parked -> running` while
 //! callers poll inline. A running thread without work spins with yields for a moment and then sleeps in the
 //! kernel, so that an idle endpoint uses no CPU. Where cores are spare it does not spin while enough bytes are in
-//! flight. A parked thread wakes every [`TICK`] and takes over when no caller has polled.
+//! flight. A parked thread wakes after a [`TICK`] or a few, and takes over when no caller has polled.
 //!
 //! Invariants: threads only try to take the engine's lock and never wait for it, so no thread blocks behind an
 //! owner. Workers own channels, channels refer to their peer's state, and that refers to the [`Context`]. No
@@ -54,7 +54,8 @@ const BACKOFF_MIN: Duration = Duration::from_micros(50);
 const BACKOFF_FRACTION: u32 = 4;
 /// Longest sleep of the engine's owner while a GPU copies staged payload: the end of a copy raises no event.
 const COPY_BACKOFF: Duration = Duration::from_micros(30);
-/// How often a parked thread checks whether callers still poll inline.
+/// How often a parked thread checks whether callers still poll inline. Where they did in each of the last ticks they take care
+/// of what they leave, and the thread would only keep them from a core: the next tick is longer by one.
 const TICK: Duration = Duration::from_micros(200);
 /// How often a parked thread checks while a caller that owns the progress engine sleeps in the kernel.
 const LONG_TICK: Duration = Duration::from_millis(100);
@@ -401,23 +402,23 @@ impl Worker {
     /// Waits while callers poll inline.
     fn park(&self, context: &Context) {
         self.sleeper.set_activity(Activity::Parked);
-        let mut quiet = 0;
+        // Numbers of ticks in a row without and with a caller.
+        let (mut quiet, mut busy) = (0, 0);
         let mut drives = self.drives.load(Ordering::SeqCst);
         while quiet < TICKS_WITHOUT_CALLER && !self.stop.load(Ordering::Relaxed) {
-            self.sleeper.pause(|long| thread::park_timeout(if long { LONG_TICK } else { TICK }));
+            let tick = TICK * (1 + busy).min(TICKS_WITHOUT_CALLER);
+            self.sleeper.pause(|long| thread::park_timeout(if long { LONG_TICK } else { tick }));
             if self.sleeper.has_passive_waiters() && !self.sleeper.is_driven() {
                 break;
             }
-            let now = self.drives.load(Ordering::SeqCst);
-            quiet = if now == drives { quiet + 1 } else { 0 };
-            drives = now;
-            match self.try_engine() {
+            let (before, engine) = (drives, self.try_engine());
+            drives = self.drives.load(Ordering::SeqCst);
+            (quiet, busy) = if drives == before && engine.is_some() { (quiet + 1, 0) } else { (0, busy + 1) };
+            if let Some(mut engine) = engine
+                && self.wanted.load(Ordering::SeqCst) == 0
+            {
                 // Send the frames that the last caller left queued.
-                Some(mut engine) if self.wanted.load(Ordering::SeqCst) == 0 => {
-                    engine.poll_once(self, context, &mut || false);
-                }
-                Some(_) => {}
-                None => quiet = 0,
+                engine.poll_once(self, context, &mut || false);
             }
         }
         self.sleeper.set_activity(Activity::Running);
