@@ -37,9 +37,20 @@ pub(crate) struct Hold<T: Held>(pub(super) Arc<T>);
 
 impl<T: Held> Hold<T> {
     /// Creates the first token of an operation that has begun.
+    #[inline]
     pub fn new(held: T) -> Hold<T> {
         held.holds().0.store(1, Ordering::Relaxed);
         Hold(Arc::new(held))
+    }
+
+    /// Drops the token. If it is the last one, `finish` ends the object; where another is dropped at the same time,
+    /// [`Held::finish`] may do so.
+    pub fn drop_with(self, finish: impl FnOnce(&Arc<T>)) {
+        if self.0.holds().is_one() {
+            // Only a token can be cloned, so none can come meanwhile, and a store suffices.
+            self.0.holds().0.store(0, Ordering::Relaxed);
+            finish(&self.0);
+        }
     }
 }
 
@@ -61,8 +72,14 @@ impl<T: Held> Clone for Hold<T> {
 
 impl<T: Held> Drop for Hold<T> {
     fn drop(&mut self) {
-        if self.0.holds().0.fetch_sub(1, Ordering::AcqRel) == 1 {
-            self.0.finish();
+        let Holds(count) = self.0.holds();
+        match count.load(Ordering::Acquire) {
+            // `drop_with` has taken the token.
+            0 => return,
+            1 => count.store(0, Ordering::Relaxed),
+            _ if count.fetch_sub(1, Ordering::AcqRel) == 1 => {}
+            _ => return,
         }
+        self.0.finish();
     }
 }

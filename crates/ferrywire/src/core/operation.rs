@@ -130,7 +130,7 @@ pub(crate) struct Op {
     pub epoch: OnceLock<Arc<Epoch>>,
     holds: Holds,
     moved: AtomicU64,
-    /// Counter that grows with every progress, also of incomplete frames.
+    /// Counter that grows with progress other than `moved`, such as of incomplete frames.
     activity: AtomicU64,
     /// When the operation was created, if times are recorded.
     pub began: Option<Instant>,
@@ -139,6 +139,7 @@ pub(crate) struct Op {
 
 impl Op {
     /// Creates an operation of the peer `owner`. `memory` counts it as a user until its end.
+    #[inline]
     pub fn new(
         owner: Weak<dyn Owner>,
         id: u64,
@@ -270,13 +271,23 @@ impl Op {
         self.memory.as_ref().is_some_and(|memory| memory.location() != MemoryLocation::Host)
     }
 
-    /// Counts `bytes` bytes that have arrived.
+    /// Counts `bytes` bytes that have arrived, which is progress.
     pub fn count(&self, bytes: u64) {
         self.moved.fetch_add(bytes, Ordering::Relaxed);
         self.parent().into_iter().for_each(|parent| parent.count(bytes));
     }
 
-    /// Notes progress: callers that wait for the operation wait longer.
+    /// Counts the bytes of a frame whose token the caller has.
+    pub fn count_frame(&self, bytes: u64) {
+        if !self.holds.is_one() {
+            return self.count(bytes);
+        }
+        // No other frame is left that another thread could count.
+        self.moved.store(self.moved() + bytes, Ordering::Relaxed);
+        self.parent().into_iter().for_each(|parent| parent.count(bytes));
+    }
+
+    /// Notes progress other than counted bytes: callers that wait for the operation wait longer.
     pub fn note_activity(&self) {
         self.activity.fetch_add(1, Ordering::Relaxed);
         self.parent().into_iter().for_each(|parent| parent.note_activity());
@@ -347,7 +358,7 @@ impl Op {
     /// A counter that grows while the operation makes progress.
     #[inline]
     pub fn progress_counter(&self) -> u64 {
-        self.activity.load(Ordering::Relaxed)
+        self.activity.load(Ordering::Relaxed).wrapping_add(self.moved())
     }
 
     pub fn outcome(&self) -> Option<Result<u64>> {
@@ -376,16 +387,24 @@ impl Held for Op {
         &self.holds
     }
 
-    /// Ends the operation: its last hold is gone, so nothing touches the memory any more.
     fn finish(self: &Arc<Op>) {
+        self.finish_with(|op| {
+            if let Some(owner) = op.owner.upgrade() {
+                owner.ended(op);
+            }
+        });
+    }
+}
+
+impl Op {
+    /// Ends the operation: its last hold is gone, so nothing touches the memory any more. `ended` lets the owner know.
+    fn finish_with(&self, ended: impl FnOnce(&Op)) {
         self.memory.iter().for_each(|memory| memory.leave());
         let state = if self.failed() { FAILED } else { DONE };
         self.end.state.store(state, Ordering::SeqCst);
         self.open_gates();
         self.end.waiters.wake();
-        if let Some(owner) = self.owner.upgrade() {
-            owner.ended(self);
-        }
+        ended(self);
         if let Family::Child { held, .. } = &self.family {
             let parent = held.lock().unwrap_or_else(PoisonError::into_inner).take();
             drop(parent);
@@ -407,6 +426,11 @@ impl Drop for Op {
 pub(crate) type Hold = hold::Hold<Op>;
 
 impl Hold {
+    /// Drops the token where the operation's owner is at hand, so that it need not be looked up: `ended` lets it know.
+    pub fn drop_for(self, ended: impl FnOnce(&Op)) {
+        self.drop_with(|op| op.finish_with(ended));
+    }
+
     /// Fails the operation because some of it will not be moved.
     pub fn cut_short(self) {
         self.0.fail(Error::Cancelled);

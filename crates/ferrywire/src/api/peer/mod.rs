@@ -304,6 +304,7 @@ impl Peer {
     }
 
     /// Posts an operation. `staged` says whether an end copies its bytes to or from a GPU.
+    #[inline]
     fn post(&self, op: Op, staged: bool) -> Result<Transfer> {
         let began = ferrywire_metrics::are_timed().then(Instant::now);
         let kind = op.kind();
@@ -322,6 +323,7 @@ impl Peer {
         Ok(transfer)
     }
 
+    #[inline]
     fn begin_posted(&self, op: Op) -> Result<Hold> {
         self.state().begin_posted(op).map_err(|_refused| self.state().refusal())
     }

@@ -148,14 +148,14 @@ impl Link {
         // Wait before redialling, so that a connection that never lasts is not redialled in a loop.
         record.go_down(generation, now.max(record.up_since + limits::REDIAL_INTERVAL));
         let mut again = Vec::new();
-        for (number, entry) in fence.entries {
+        for (number, mut entry) in fence.entries {
             if number >= theirs.placed {
                 again.push((number, entry));
                 continue;
             }
             let refusal =
                 theirs.refused.iter().find(|(each, _)| *each == number).map(|(_, why)| Refusal::parse(*why));
-            delivered(&self.peer, &entry, refusal);
+            delivered(&self.peer, &mut entry, refusal);
         }
         if dying {
             let rest = OwnFence { entries: again, lane_failed: None };

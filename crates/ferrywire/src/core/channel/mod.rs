@@ -223,7 +223,7 @@ impl Channel {
     pub fn end(mut self) -> Remains {
         self.conn.shutdown();
         let PayloadRemains { lane, lane_state, lane_fault, acknowledged, hung } = self.payload.end();
-        acknowledged.into_iter().for_each(|entry| delivered(&self.peer, &entry, None));
+        acknowledged.into_iter().for_each(|mut entry| delivered(&self.peer, &mut entry, None));
         self.counters.alive.store(false, Ordering::Relaxed);
         self.counters.backlog.store(NO_BACKLOG, Ordering::Relaxed);
         self.counters.has_ordered_room.store(false, Ordering::SeqCst);
@@ -231,7 +231,7 @@ impl Channel {
         self.counters.staging.send_ring.set((0, 0));
         self.counters.staging.receive_ring.set((0, 0));
         let unreleased = Unreleased::of(lane, self.conn, self.sender.stream_sent);
-        self.sender.unreleased.into_iter().for_each(|(_, entry)| delivered(&self.peer, &entry, None));
+        self.sender.unreleased.into_iter().for_each(|(_, mut entry)| delivered(&self.peer, &mut entry, None));
         let mut entries = self.sender.window.drain();
         if let Some(mut hung) = hung {
             let copied = entries.iter().filter(|(_, entry)| entry.staged.is_some());

@@ -12,6 +12,7 @@
 
 use std::collections::VecDeque;
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
@@ -228,7 +229,7 @@ impl Channel {
                 entry = finished;
             }
             if end <= released && sender.unreleased.is_empty() {
-                delivered(&self.peer, &entry, None);
+                delivered(&self.peer, &mut entry, None);
             } else {
                 sender.unreleased.push_back((end, entry));
             }
@@ -251,8 +252,8 @@ impl Channel {
     pub fn read_notices(&mut self) {
         let released = self.conn.released();
         let unreleased = &mut self.sender.unreleased;
-        while let Some((_, entry)) = unreleased.pop_front_if(|(end, _)| *end <= released) {
-            delivered(&self.peer, &entry, None);
+        while let Some((_, mut entry)) = unreleased.pop_front_if(|(end, _)| *end <= released) {
+            delivered(&self.peer, &mut entry, None);
         }
     }
 
@@ -674,23 +675,26 @@ impl Sender {
     }
 }
 
-/// Handles a frame that the peer has placed or refused. The caller then drops the frame and its token, which ends
-/// the operation if no other token is left.
-pub(crate) fn delivered(peer: &PeerState, entry: &Entry, refusal: Option<Refusal>) {
+/// Handles a frame that the peer has placed or refused, and ends its operation if no other token of it is left.
+pub(crate) fn delivered(peer: &Arc<PeerState>, entry: &mut Entry, refusal: Option<Refusal>) {
     if peer.queue.had(&entry.header) {
         peer.wake_home_worker();
     }
-    let Some(op) = &entry.op else { return };
+    let Some(op) = entry.op.take() else { return };
     if let Some(refusal) = refusal {
-        peer.refused(op, refusal);
+        peer.refused(&op, refusal);
     }
     match entry.header.kind {
-        Kind::Read if op.failing() => peer.end_sink(op),
+        Kind::Read if op.failing() => peer.end_sink(&op),
         Kind::Read => {}
         _ => {
             let bytes = u64::from(entry.header.len) * u64::from(!matches!(entry.body, Body::None));
-            op.count(bytes);
-            peer.note_moved(op);
+            if bytes > 0 {
+                op.count_frame(bytes);
+            } else {
+                op.note_activity();
+            }
+            peer.note_moved(&op);
             if let Some(chunk) = &entry.chunk
                 && bytes > 0
             {
@@ -698,6 +702,7 @@ pub(crate) fn delivered(peer: &PeerState, entry: &Entry, refusal: Option<Refusal
             }
         }
     }
+    op.drop_for(|op| peer.end_operation(op));
 }
 
 /// The buffers of one socket call.

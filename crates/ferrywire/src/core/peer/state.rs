@@ -375,6 +375,7 @@ impl PeerState {
     /// # Errors
     /// Returns the operation if the peer is being closed. Either the closing caller sees this operation in
     /// flight, or this call sees the close. A child operation is accepted: its parent has begun.
+    #[inline]
     pub fn begin_posted(&self, op: Op) -> std::result::Result<Hold, Hold> {
         let op = self.begin(op);
         if op.parent().is_none() && self.life.closing.load(Ordering::SeqCst) {
@@ -385,6 +386,7 @@ impl PeerState {
     }
 
     /// Begins an operation, which ends when its last hold is dropped.
+    #[inline]
     pub fn begin(&self, op: Op) -> Hold {
         if op.on_gpu() {
             self.route.note_gpu();
@@ -558,19 +560,20 @@ impl PeerState {
         self.failure_for_user().unwrap_or(Error::Closed)
     }
 
-    /// Notes that a complete frame of an operation has moved.
+    /// Notes that a complete frame of an operation has moved, whose bytes are counted.
     pub fn note_moved(&self, op: &Op) {
         if self.progress.cut_off.load(Ordering::Relaxed) {
             self.progress.cut_off.store(false, Ordering::Relaxed);
         }
-        self.note(op);
+        self.note_drained(op);
     }
 
     /// Notes that bytes of a frame move. After a lost connection this is no progress: the peer may lose one
     /// connection after the other over this frame.
     pub fn note_moving(&self, op: &Op) {
         if !self.progress.cut_off.load(Ordering::Relaxed) {
-            self.note(op);
+            op.note_activity();
+            self.note_drained(op);
         }
     }
 
@@ -579,10 +582,8 @@ impl PeerState {
         self.progress.cut_off.store(true, Ordering::Relaxed);
     }
 
-    /// Notes progress of an operation. While an abandoned peer drains, its reads do not count: the peer could read for
-    /// ever.
-    fn note(&self, op: &Op) {
-        op.note_activity();
+    /// Notes that an abandoned peer drains. Its reads do not count: the peer could read for ever.
+    fn note_drained(&self, op: &Op) {
         if self.life.abandoned.load(Ordering::Relaxed) && op.verb() != Verb::Serve {
             self.progress.drained.fetch_add(1, Ordering::Relaxed);
         }
@@ -684,6 +685,13 @@ impl PeerState {
 
 impl Owner for PeerState {
     fn ended(self: Arc<Self>, op: &Op) {
+        self.end_operation(op);
+    }
+}
+
+impl PeerState {
+    /// Handles the end of an operation of this peer. The caller holds no lock of the peer.
+    pub fn end_operation(self: &Arc<Self>, op: &Op) {
         if is_long(op) {
             self.context.long_operations.fetch_sub(1, Ordering::SeqCst);
         }

@@ -222,8 +222,8 @@ impl Channel {
         let result = lane.posted.poll(self.peer.now(), &mut pass);
         self.counters.sent_bytes.fetch_add(pass.sent_bytes, Ordering::Relaxed);
         self.counters.received_bytes.fetch_add(pass.received_bytes, Ordering::Relaxed);
-        for entry in pass.delivered {
-            delivered(&self.peer, &entry, None);
+        for mut entry in pass.delivered {
+            delivered(&self.peer, &mut entry, None);
         }
         let fault = match () {
             () if pass.unreadable.is_some() => FenceCause::SourceUnreadable,
