@@ -14,11 +14,11 @@ pub(crate) trait Held {
     /// The count of tokens.
     fn holds(&self) -> &Holds;
 
-    /// Ends the object; called when the last token is dropped.
+    /// Ends the object; called when the last token is dropped, unless by [`Hold::drop_with`].
     fn finish(self: &Arc<Self>);
 }
 
-/// The count of tokens; 0 before the first one.
+/// The count of tokens; 0 before the first one, and after the last.
 #[derive(Default)]
 pub(crate) struct Holds(AtomicU32);
 

@@ -282,7 +282,7 @@ impl Op {
         if !self.holds.is_one() {
             return self.count(bytes);
         }
-        // No other frame is left that another thread could count.
+        // No other frame is left that another thread could count. The parent may have some.
         self.moved.store(self.moved() + bytes, Ordering::Relaxed);
         self.parent().into_iter().for_each(|parent| parent.count(bytes));
     }

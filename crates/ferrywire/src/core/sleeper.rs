@@ -182,7 +182,7 @@ impl Sleeper {
     }
 
     /// Whether newly posted work needs no wake-up: a caller polls inline, or did until just now, and does not
-    /// sleep on the sockets. If no caller polls again, the thread polls within a tick.
+    /// sleep on the sockets. If no caller polls again, the thread polls within a few ticks.
     pub fn may_leave_behind(&self) -> bool {
         if self.activity() != Activity::Parked || self.owner_asleep.load(Ordering::SeqCst) {
             return false;

@@ -9,7 +9,7 @@
 //!
 //! A write: `pull` fills the window. `send_batch` sends frames straight from the source memory. `account`
 //! advances the sent position by what the kernel took. `acknowledged` completes what the peer has placed, and
-//! `delivered` drops the frame's token. On the target: `take_header` parses, `land` finds the target memory,
+//! `delivered` drops the frame's token; the last one ends the operation. On the target: `take_header` parses, `land` finds the target memory,
 //! `copy_in` or the socket call itself fills it, and `placed` counts the frame. That count is the
 //! acknowledgement.
 //!

@@ -506,8 +506,9 @@ impl Channel {
         schedule::local_share(in_flight, sharing, copying_ends, cached, self.peer.queue.chunk_bytes)
     }
 
-    /// How much bulk stays in a cache on its way between two threads of this host. `None` where it leads through NICs, as far
-    /// as is known: between network namespaces the kernel reports that it copies what it need not.
+    /// How much bulk stays in a cache on its way between two threads of this host. `None` where sends may avoid a copy: such a
+    /// connection may lead through NICs. Between network namespaces the kernel soon reports that it copies all the same, and
+    /// encryption copies always.
     fn in_cache(&self) -> Option<InCache> {
         let is_copied = || self.peer.info.same_host && !self.conn.is_long() && !self.conn.zero_copy();
         (self.conn.within_host() || is_copied()).then_some(self.peer.queue.in_cache)

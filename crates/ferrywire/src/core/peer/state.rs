@@ -582,7 +582,7 @@ impl PeerState {
         self.progress.cut_off.store(true, Ordering::Relaxed);
     }
 
-    /// Notes that an abandoned peer drains. Its reads do not count: the peer could read for ever.
+    /// Notes that an abandoned peer drains. Answers to the peer's reads do not count: it could read for ever.
     fn note_drained(&self, op: &Op) {
         if self.life.abandoned.load(Ordering::Relaxed) && op.verb() != Verb::Serve {
             self.progress.drained.fetch_add(1, Ordering::Relaxed);

@@ -54,9 +54,13 @@ const BACKOFF_MIN: Duration = Duration::from_micros(50);
 const BACKOFF_FRACTION: u32 = 4;
 /// Longest sleep of the engine's owner while a GPU copies staged payload: the end of a copy raises no event.
 const COPY_BACKOFF: Duration = Duration::from_micros(30);
-/// How often a parked thread checks whether callers still poll inline. Where they did in each of the last ticks they take care
-/// of what they leave, and the thread would only keep them from a core: the next tick is longer by one.
+/// How often a parked thread checks whether callers still poll inline.
 const TICK: Duration = Duration::from_micros(200);
+/// Polls of callers per tick with which the next pause is longer by a tick: a caller that polls so often sends itself what it
+/// has left, and the thread would only keep it from a core.
+const OFTEN: u64 = 2;
+/// Longest pause in ticks beside a caller that polls often.
+const TICKS_MAX: u32 = 5;
 /// How often a parked thread checks while a caller that owns the progress engine sleeps in the kernel.
 const LONG_TICK: Duration = Duration::from_millis(100);
 /// Ticks without a polling caller after which the thread takes over.
@@ -402,18 +406,18 @@ impl Worker {
     /// Waits while callers poll inline.
     fn park(&self, context: &Context) {
         self.sleeper.set_activity(Activity::Parked);
-        // Numbers of ticks in a row without and with a caller.
-        let (mut quiet, mut busy) = (0, 0);
+        let (mut quiet, mut ticks) = (0, 1);
         let mut drives = self.drives.load(Ordering::SeqCst);
         while quiet < TICKS_WITHOUT_CALLER && !self.stop.load(Ordering::Relaxed) {
-            let tick = TICK * (1 + busy).min(TICKS_WITHOUT_CALLER);
-            self.sleeper.pause(|long| thread::park_timeout(if long { LONG_TICK } else { tick }));
+            self.sleeper.pause(|long| thread::park_timeout(if long { LONG_TICK } else { TICK * ticks }));
             if self.sleeper.has_passive_waiters() && !self.sleeper.is_driven() {
                 break;
             }
             let (before, engine) = (drives, self.try_engine());
             drives = self.drives.load(Ordering::SeqCst);
-            (quiet, busy) = if drives == before && engine.is_some() { (quiet + 1, 0) } else { (0, busy + 1) };
+            let polled = drives.wrapping_sub(before);
+            quiet = if polled == 0 && engine.is_some() { quiet + 1 } else { 0 };
+            ticks = if polled >= OFTEN * u64::from(ticks) { TICKS_MAX.min(ticks + 1) } else { 1 };
             if let Some(mut engine) = engine
                 && self.wanted.load(Ordering::SeqCst) == 0
             {
