@@ -447,7 +447,7 @@ fn nothing_is_sent_of_memory_of_a_gpu_that_its_user_has_dropped_though_the_gpu_w
     let begun = Instant::now();
     let is_staged = || {
         let staged = pair.near.stats().channels.into_iter().filter_map(|channel| channel.staging);
-        staged.map(|staging| staging.sent_bytes).sum::<u64>() > 0
+        staged.map(|staging| staging.sent_bytes).sum::<u64>() >= BYTES as u64
     };
     while !is_staged() {
         assert!(begun.elapsed() < LIMIT);
