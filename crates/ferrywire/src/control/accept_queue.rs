@@ -188,7 +188,8 @@ mod tests {
         let last = connect(&dialler, &acceptor).unwrap();
         last.notify(b"here").unwrap().wait(LIMIT).unwrap();
         assert_eq!(acceptor.accept(LIMIT).unwrap().wait_notification(LIMIT).unwrap(), b"read me");
-        assert_eq!(acceptor.accept(LIMIT).unwrap().error(), None);
+        let second = acceptor.accept(LIMIT).unwrap();
+        assert_eq!(second.error(), None, "{:?} at {}, third {:?}", second.label(), second.address(), acceptor.try_accept().map(|p| p.map(|p| (p.error(), p.address()))));
         assert!(acceptor.try_accept().is_none());
     }
 
