@@ -189,7 +189,14 @@ mod tests {
         last.notify(b"here").unwrap().wait(LIMIT).unwrap();
         assert_eq!(acceptor.accept(LIMIT).unwrap().wait_notification(LIMIT).unwrap(), b"read me");
         let second = acceptor.accept(LIMIT).unwrap();
-        assert_eq!(second.error(), None, "{:?} at {}, third {:?}", second.label(), second.address(), acceptor.try_accept().map(|p| p.map(|p| (p.error(), p.address()))));
+        assert_eq!(
+            second.error(),
+            None,
+            "{:?} at {}, third {:?}",
+            second.label(),
+            second.address(),
+            acceptor.try_accept().map(|p| p.map(|p| (p.error(), p.address())))
+        );
         assert!(acceptor.try_accept().is_none());
     }
 

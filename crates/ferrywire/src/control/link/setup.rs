@@ -324,11 +324,12 @@ impl Link {
         channel.counters.runs_over(nic);
         // Choose the home first: the new channel's worker sends small operations only if it is the home.
         self.peer.choose_home();
+        // Deliver the peer to its user first: a peer of which anything is acknowledged can then be accepted.
+        self.settle(now);
         self.workers[worker].command(Command::Add(Box::new(channel)));
         if generation > 0 {
             tracing::info!(peer = self.peer.name(), channel = index, "channel carries data again");
         }
-        self.settle(now);
     }
 
     /// Reports to the waiting user that the peer is connected, or that it cannot be reached.
