@@ -18,7 +18,7 @@ mod tests;
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
@@ -27,6 +27,7 @@ use socket2::{Domain, Protocol, Socket, Type};
 
 use self::tuning::Path;
 use super::{Bound, Conn, ConnOptions, Listener, Nic, Transport};
+use ferrywire_sys::fork::Withheld;
 use ferrywire_sys::nics::{self, Recent};
 use ferrywire_sys::socket;
 
@@ -237,6 +238,8 @@ impl TcpTransport {
 /// A listening TCP socket, with the options of its future connections.
 #[derive(Debug)]
 pub struct TcpListener {
+    /// A copy in a forked child would keep the port taken.
+    _withheld: Withheld,
     socket: Socket,
     local: SocketAddr,
     addresses: Arc<Recent>,
@@ -254,7 +257,8 @@ impl TcpListener {
         socket.bind(&address.into())?;
         socket.listen(BACKLOG)?;
         let local = ip_address(&socket.local_addr()?)?;
-        Ok(TcpListener { socket, local, addresses, zero_copy })
+        let _withheld = Withheld::new(socket.as_fd());
+        Ok(TcpListener { _withheld, socket, local, addresses, zero_copy })
     }
 }
 

@@ -11,7 +11,7 @@ use std::sync::Once;
 use std::sync::atomic::{AtomicI32, AtomicU32, Ordering};
 
 /// Most descriptors that are kept from children at a time; a child gets the others.
-const WITHHELD_MAX: usize = 256;
+const WITHHELD_MAX: usize = 4096;
 const FREE: RawFd = -1;
 
 /// The descriptors that forked children do not get.
@@ -59,8 +59,8 @@ pub struct Forked {
 }
 
 /// Keeps a descriptor from forked children, as long as this value exists; it must be dropped before the descriptor is
-/// closed. For descriptors whose effect in the kernel lasts until all copies are closed, such as locks and bindings. In
-/// a child the number belongs to an empty file, so that the object that owns it can be dropped there.
+/// closed. For descriptors whose effect in the kernel lasts until all copies are closed, such as locks, bindings and
+/// connections. In a child the number belongs to an empty file, so that the object that owns it can be dropped there.
 #[derive(Debug)]
 pub struct Withheld {
     place: Option<usize>,

@@ -8,7 +8,7 @@
 use std::cell::{Cell, OnceCell};
 use std::io;
 use std::net::SocketAddr;
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::sync::Arc;
 
 use socket2::Socket;
@@ -20,6 +20,7 @@ use super::zero_copy::ZeroCopy;
 use super::{Prepared, START, ZeroCopyPolicy, canonical, ip_address};
 use crate::{Conn, ConnOptions, IoVec, PathHealth};
 use ferrywire_sys::IOVECS_PER_CALL_MAX;
+use ferrywire_sys::fork::Withheld;
 use ferrywire_sys::nics::{self, Recent};
 use ferrywire_sys::tcp_info::{self, TcpInfo};
 use ferrywire_sys::{socket, zerocopy};
@@ -30,6 +31,9 @@ const ZERO_COPY_BYTES_MIN: usize = 64 << 10;
 /// A TCP connection, dialled or accepted.
 #[derive(Debug)]
 pub struct TcpConn {
+    /// A copy in a forked child would keep the connection open, and its events in the poller, after this end
+    /// has closed it.
+    _withheld: Withheld,
     socket: Socket,
     local: SocketAddr,
     remote: SocketAddr,
@@ -78,6 +82,7 @@ impl TcpConn {
         let zero_copy = ZeroCopy::new(zero_copy, policy);
         let within_host = within_host.map_or_else(OnceCell::new, OnceCell::from);
         Ok(TcpConn {
+            _withheld: Withheld::new(socket.as_fd()),
             socket,
             local,
             remote,

@@ -5,6 +5,10 @@
 use crate::case::case;
 use crate::{LIMIT, listening, pair};
 use ferrywire::{Endpoint, Error, ErrorKind, Peer, Wakeup};
+use std::collections::BTreeSet;
+use std::fs;
+use std::io::{Read, Write};
+use std::net::TcpListener;
 use std::time::{Duration, Instant};
 
 /// Runs `body` in a forked child, which has to end well.
@@ -30,6 +34,49 @@ fn in_child(body: impl FnOnce()) {
         std::thread::sleep(Duration::from_millis(5));
     }
     assert!(libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 0, "the child failed: {status:#x}");
+}
+
+/// A forked child that sleeps, until this value is dropped.
+struct Sleeping(libc::pid_t);
+
+impl Sleeping {
+    /// Returns once the fork handlers have run in the child.
+    fn fork() -> Sleeping {
+        let (mut started, mut starts) = std::io::pipe().unwrap();
+        // SAFETY: the child only makes system calls, and never returns from here.
+        let child = unsafe { libc::fork() };
+        assert!(child >= 0, "fork failed");
+        if child == 0 {
+            let _ = starts.write_all(b"x");
+            std::thread::sleep(LIMIT);
+            // SAFETY: ends the process at once, without the parent's handlers.
+            unsafe { libc::_exit(0) };
+        }
+        drop(starts);
+        started.read_exact(&mut [0]).unwrap();
+        Sleeping(child)
+    }
+}
+
+impl Drop for Sleeping {
+    fn drop(&mut self) {
+        // SAFETY: our own child, which has not been waited for.
+        unsafe {
+            libc::kill(self.0, libc::SIGKILL);
+            libc::waitpid(self.0, std::ptr::null_mut(), 0);
+        }
+    }
+}
+
+/// The TCP sockets among the descriptors of a process, by the numbers that the kernel gives them.
+fn tcp_sockets(process: impl std::fmt::Display) -> BTreeSet<String> {
+    let table = fs::read_to_string("/proc/self/net/tcp").unwrap();
+    let sockets = table.lines().skip(1).filter_map(|line| line.split_whitespace().nth(9));
+    let of_tcp: BTreeSet<String> = sockets.map(|inode| format!("socket:[{inode}]")).collect();
+    let entries = fs::read_dir(format!("/proc/{process}/fd")).unwrap();
+    let open = entries
+        .filter_map(|entry| fs::read_link(entry.ok()?.path()).ok()?.into_os_string().into_string().ok());
+    open.filter(|file| of_tcp.contains(file)).collect()
 }
 
 #[track_caller]
@@ -177,5 +224,23 @@ fn the_last_handle_may_be_dropped_in_the_child() {
                 }
             });
         }
+    });
+}
+
+/// Regression: connections that the parent closed stayed open because of the child's copies. The peer did not see the end,
+/// so a close took up to 9 s, and the control thread was woken by their events all the time.
+#[test]
+fn a_child_that_lives_on_holds_no_connection_and_no_port_of_its_parent() {
+    case!("").passes(|| {
+        let pair = pair();
+        let address = pair.ends[1].listen_addresses()[0];
+        write_through(&pair.near, &pair.ends);
+        let child = Sleeping::fork();
+        assert!(tcp_sockets("self").len() >= 2 + 2 * 3, "two listeners, and both ends of three connections");
+        assert_eq!(tcp_sockets(child.0), BTreeSet::new());
+        write_through(&pair.near, &pair.ends);
+        pair.far.close(LIMIT).unwrap();
+        pair.ends.iter().for_each(|end| end.close(LIMIT).unwrap());
+        drop(TcpListener::bind(address).expect("the child does not listen there"));
     });
 }
