@@ -31,8 +31,9 @@ const SOME_BULK: u64 = 1 << 1;
 const SOME_OTHER: u64 = 1 << 2;
 const KIND_BITS: u32 = 3;
 
-/// Tries to lock the outbox before a pull waits for the lock.
-const LOCK_TRIES: u32 = 1000;
+/// Tries to lock the outbox before a thread sleeps until it is free. A pull holds it for a few microseconds, and to wake a
+/// thread takes longer.
+const LOCK_TRIES: u32 = 400;
 
 /// The staging rings of a channel, as the queue fills them.
 pub(crate) trait Stage {
@@ -102,7 +103,28 @@ impl SendQueue {
     }
 
     fn lock(&self) -> MutexGuard<'_, Outbox<Hold>> {
+        self.try_lock().unwrap_or_else(|| self.wait_for_lock())
+    }
+
+    #[cold]
+    fn wait_for_lock(&self) -> MutexGuard<'_, Outbox<Hold>> {
+        for _ in 0..LOCK_TRIES {
+            hint::spin_loop();
+            if let Some(outbox) = self.try_lock() {
+                return outbox;
+            }
+        }
         self.counted(self.outbox.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Locks the outbox if no other thread has locked it.
+    #[inline]
+    fn try_lock(&self) -> Option<MutexGuard<'_, Outbox<Hold>>> {
+        match self.outbox.try_lock() {
+            Ok(outbox) => Some(self.counted(outbox)),
+            Err(TryLockError::Poisoned(error)) => Some(self.counted(error.into_inner())),
+            Err(TryLockError::WouldBlock) => None,
+        }
     }
 
     /// Counts the lock for tests.
@@ -123,11 +145,10 @@ impl SendQueue {
             if !self.has_work_for(pull) {
                 return None;
             }
-            match self.outbox.try_lock() {
-                Err(TryLockError::WouldBlock) => hint::spin_loop(),
-                Ok(outbox) => return Some(self.counted(outbox)),
-                Err(TryLockError::Poisoned(error)) => return Some(self.counted(error.into_inner())),
+            if let Some(outbox) = self.try_lock() {
+                return Some(outbox);
             }
+            hint::spin_loop();
         }
         Some(self.lock())
     }
