@@ -275,7 +275,7 @@ impl PeerState {
     /// Chooses the home worker again after channels came or went: the worker of the first live channel.
     pub fn choose_home(&self) {
         let first = self.counters.iter().position(|channel| channel.alive.load(Ordering::Relaxed));
-        self.home.store(self.engine_worker(first.unwrap_or(0) as u16), Ordering::Relaxed);
+        self.home.store(self.engine_worker(first.unwrap_or(0) as u16), Ordering::SeqCst);
     }
 
     /// The number of the worker that owns a channel. Both ends agree if they have as many workers. Peers begin with
