@@ -5,6 +5,7 @@
 //! label falls, and labels of closed peers do not accumulate.
 
 use std::collections::{BTreeMap, HashMap};
+use std::mem;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{LazyLock, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
@@ -16,7 +17,7 @@ use prometheus::{Histogram, HistogramOpts, HistogramVec, exponential_buckets};
 use crate::sample::{ChannelSample, PeerSample, ProcessSample};
 
 /// Name of the peer in which the counts of closed peers are summed.
-const CLOSED: &str = "closed";
+pub(crate) const CLOSED: &str = "closed";
 /// Most NICs of closed peers with counts of their own; more are summed as `other`.
 const CLOSED_NICS_MAX: usize = 64;
 /// How often a sample waits for threads that are dropping a source, before it goes on without the counts of that source.
@@ -57,6 +58,8 @@ impl Kind {
 
 #[derive(Default)]
 struct Sources {
+    /// The process whose sources these are. A forked child has none of its parent's.
+    process: u32,
     live: Vec<Live>,
     /// Counts of closed peers, by their label, which a live peer has too.
     kept: BTreeMap<String, PeerSample>,
@@ -93,7 +96,15 @@ static TIMED: AtomicBool = AtomicBool::new(false);
 static FACE: OnceLock<&'static str> = OnceLock::new();
 
 fn sources() -> MutexGuard<'static, Sources> {
-    SOURCES.lock().unwrap_or_else(PoisonError::into_inner)
+    let mut sources = SOURCES.lock().unwrap_or_else(PoisonError::into_inner);
+    let process = std::process::id();
+    if sources.process != process {
+        // References of the parent's threads are never dropped here, so neither are those to its sources.
+        mem::forget(mem::take(&mut sources.live));
+        *sources = Sources { process, ..Sources::default() };
+        AUTH_FAILURES.store(0, Ordering::Relaxed);
+    }
+    sources
 }
 
 /// Adds a source whose samples have the label `label`. Its counters are part of all samples; its drop has to [`retire`] it.
@@ -105,10 +116,10 @@ pub fn register(label: String, source: Weak<dyn Source>) {
 /// peer named `closed`.
 pub fn retire(last: &PeerSample) {
     let mut sources = sources();
-    let Sources { live, kept, closed } = &mut *sources;
-    if let Some(its) = live.iter().position(|each| each.is_ending() && each.label == last.label) {
-        live.swap_remove(its);
-    }
+    let Sources { live, kept, closed, .. } = &mut *sources;
+    // A forked child may drop a source of its parent.
+    let Some(its) = live.iter().position(|each| each.is_ending() && each.label == last.label) else { return };
+    live.swap_remove(its);
     let sum = kept.entry(last.label.clone()).or_default();
     add_closed(sum, &last.label, last);
     if !live.iter().any(|each| each.label == last.label)

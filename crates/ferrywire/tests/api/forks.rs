@@ -178,6 +178,37 @@ fn everything_is_refused_in_a_forked_child() {
     });
 }
 
+/// The peers in the metrics of this process that are connected, and the bytes that all peers have sent.
+fn counted() -> (usize, u64) {
+    let peers = ferrywire_metrics::process().peers;
+    let sent = peers.iter().flat_map(|peer| &peer.channels).map(|channel| channel.tx_bytes);
+    (peers.iter().filter(|peer| !peer.transport.is_empty()).count(), sent.sum())
+}
+
+/// Regression: a child showed its parent's peers as its own, with the counts they had at the fork.
+#[test]
+fn a_child_does_not_count_what_its_parent_has_moved() {
+    case!("").passes(|| {
+        let pair = pair();
+        write_through(&pair.near, &pair.ends);
+        let (peers, sent) = counted();
+        assert!(peers == 2 && sent > 1 << 20, "{peers} peers have sent {sent} bytes");
+        let address = pair.ends[1].listen_addresses()[0];
+        let of_parent = (pair.ends.clone(), pair.near.clone(), pair.far.clone());
+        in_child(|| {
+            let mine = Endpoint::builder().channels(1).build().unwrap();
+            let peer = mine.connect(address, LIMIT).unwrap();
+            peer.notify(b"x").unwrap().wait(LIMIT).unwrap();
+            drop(of_parent);
+            let (peers, sent) = counted();
+            assert!(peers == 1 && sent < 1 << 20, "{peers} peers have sent {sent} bytes");
+            peer.close(LIMIT).unwrap();
+            mine.close(LIMIT).unwrap();
+        });
+        assert!(counted().1 >= sent, "{sent}");
+    });
+}
+
 /// Turns endpoints that have no threads.
 fn turn(ends: &[Endpoint; 2]) {
     for end in ends {
