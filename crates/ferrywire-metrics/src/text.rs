@@ -11,7 +11,7 @@ use prometheus::TextEncoder;
 use prometheus::core::Collector;
 use prometheus::proto::{Counter, Gauge, LabelPair, Metric, MetricFamily, MetricType};
 
-use crate::registry::{TIMES, are_timed};
+use crate::registry::{CLOSED, Kind, TIMES, are_timed};
 use crate::sample::{ChannelSample, OccupancySample, PeerSample, ProcessSample, StagingSample};
 
 /// All metrics of a sample as text. The histograms of times are those of this process.
@@ -145,7 +145,9 @@ fn by_peer(process: &ProcessSample, out: &mut Vec<MetricFamily>) {
         ["peer"],
         all(|peer| peer.resent_chunks),
     ));
-    let mut operations: [Vec<([&str; 2], f64)>; 3] = Default::default();
+    let unused = unused_kinds(process);
+    let mut operations: [Vec<([&str; 2], f64)>; 3] =
+        [(); 3].map(|()| unused.iter().map(|kind| ([*kind, CLOSED], 0.0)).collect());
     for (peer, each) in &peers {
         for kind in &each.operations {
             let counts = [kind.started, kind.completed, kind.failed];
@@ -164,6 +166,16 @@ fn by_peer(process: &ProcessSample, out: &mut Vec<MetricFamily>) {
         labels,
         failed,
     ));
+}
+
+/// The kinds of operations of which no closed peer has a count. They have rows with zeros, since the growth of a series
+/// counts from its first value: a failure before the first scrape of its kind would not be seen.
+fn unused_kinds(process: &ProcessSample) -> Vec<&'static str> {
+    let all =
+        if process.face == "nccl" { vec!["isend", "irecv"] } else { Kind::ALL.map(Kind::name).to_vec() };
+    let closed =
+        || process.peers.iter().filter(|peer| peer.label == CLOSED).flat_map(|peer| &peer.operations);
+    all.into_iter().filter(|name| !closed().any(|kind| kind.kind == *name)).collect()
 }
 
 /// Adds the sizes of rings and windows, and how much of them is in use.

@@ -85,6 +85,32 @@ fn no_counter_of_a_label_falls_while_a_peer_has_the_label() {
     );
 }
 
+/// Regression: the alert on failures did not see the first one, because the growth of a series counts from its first value.
+#[test]
+fn every_kind_of_operation_has_a_count_before_its_first_one() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let failed = |sample: &ProcessSample| {
+        let metrics = render(sample);
+        let of = |kind: &str| {
+            values(&metrics, &["ferrywire_operations_failed_total", &format!("kind=\"{kind}\"")])
+        };
+        ["write", "read", "send", "recv", "notify", "serve", "isend", "irecv"].map(of)
+    };
+    let zeros = |count| vec![0.0; count];
+    assert_eq!(failed(&ProcessSample::default()), [1, 1, 1, 1, 1, 1, 0, 0].map(zeros));
+    let plugin = ProcessSample { face: "nccl".into(), ..ProcessSample::default() };
+    assert_eq!(failed(&plugin), [0, 0, 0, 0, 0, 0, 1, 1].map(zeros));
+    let write = KindSample { kind: "write".into(), started: 2, failed: 2, ..KindSample::default() };
+    let closed = PeerSample {
+        peer: "closed".into(),
+        label: "closed".into(),
+        operations: vec![write],
+        ..PeerSample::default()
+    };
+    let sample = ProcessSample { peers: vec![closed], ..ProcessSample::default() };
+    assert_eq!(failed(&sample)[..2], [vec![2.0], vec![0.0]]);
+}
+
 #[test]
 fn nics_and_peers_whose_joined_names_are_equal_have_series_of_their_own() {
     let peer = |nic: &str, label: &str, bytes: u64| {
