@@ -43,8 +43,10 @@ pub struct ProcessSample {
 pub struct PeerSample {
     /// Identity of the local endpoint; of the NCCL plugin `nccl`.
     pub endpoint: String,
-    /// Name of the peer, with its port.
+    /// Name of the peer, with its port. Two sessions with one endpoint have the same.
     pub peer: String,
+    /// Number of the session; of the NCCL plugin 0.
+    pub session: u64,
     /// The peer's label in metrics: without a port, so that a peer that connects again has the same label.
     pub label: String,
     /// Transport that carries the payload.

@@ -119,6 +119,7 @@ impl Source for Peer {
         PeerSample {
             endpoint: "nccl".into(),
             peer: address.clone(),
+            session: 0,
             label: address,
             transport: "tcp".into(),
             reason: String::new(),

@@ -125,7 +125,7 @@ fn cpu_s(samples: &[&ProcessSample]) -> f64 {
 }
 
 fn same(a: &PeerSample, b: &PeerSample) -> bool {
-    (&a.endpoint, &a.peer) == (&b.endpoint, &b.peer)
+    (&a.endpoint, &a.peer, a.session) == (&b.endpoint, &b.peer, b.session)
 }
 
 fn ended(peer: &PeerSample) -> u64 {
@@ -168,4 +168,30 @@ fn paths_of(
         channels,
     });
     rows.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Regression: both were compared with the first one's sample of before, so one had the difference of the two as its
+    /// rate.
+    #[test]
+    fn two_sessions_with_one_peer_have_rates_of_their_own() {
+        let peer = |session, tx_bytes| PeerSample {
+            peer: "host:7431".into(),
+            session,
+            transport: "tcp".into(),
+            channels: vec![ChannelSample { nic: "eth1".into(), tx_bytes, ..ChannelSample::default() }],
+            ..PeerSample::default()
+        };
+        let sample = |at_s, second| ProcessSample {
+            at_s,
+            peers: vec![peer(1, 1_000_000_000), peer(2, second)],
+            ..ProcessSample::default()
+        };
+        let rates = ProcessRates::of_all(&[sample(1.0, 100_000_000_000)], &[sample(2.0, 103_000_000_000)]);
+        let sent: Vec<f64> = rates[0].paths.iter().map(|path| path.tx_gb_per_s).collect();
+        assert_eq!(sent, [0.0, 3.0]);
+    }
 }

@@ -178,6 +178,7 @@ impl Source for PeerState {
         PeerSample {
             endpoint: self.context.identity.to_string(),
             peer: self.info.name.clone(),
+            session: self.info.session,
             label: self.info.without_port(),
             transport: self.info.transport.into(),
             reason: self.info.transport_reason.clone(),
