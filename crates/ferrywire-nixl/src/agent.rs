@@ -7,8 +7,8 @@
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
-use std::thread::JoinHandle;
-use std::time::Duration;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
 
 use ferrywire::{Endpoint, Wakeup};
 use ferrywire_memory::cuda::CudaGpu;
@@ -28,8 +28,11 @@ use crate::transfer::{Context, Descriptor, Operation, Transfer, Transfers};
 
 /// Size in bytes of a secret that an agent generates.
 const SECRET_BYTES: usize = 32;
-/// Longest time for which an agent that is destroyed waits until its sent messages have arrived.
+/// Longest time for which an agent that is destroyed waits until it is connected to those that it has notifications for,
+/// and then until its sent messages have arrived.
 const CLOSING_TIMEOUT: Duration = Duration::from_secs(1);
+/// Pause between two looks at whether notifications wait for a connection.
+const CLOSING_PAUSE: Duration = Duration::from_millis(1);
 /// Longest sleep of the service thread without an event.
 const IDLE: Duration = Duration::from_secs(600);
 
@@ -279,6 +282,10 @@ impl Agent {
             return forked;
         }
         ASKED.store(0, Ordering::Relaxed);
+        // A longer one could not be sent once all bytes have been moved.
+        if notification.as_ref().is_some_and(|message| message.len() > notification::MESSAGE_BYTES_MAX) {
+            return Status::INVALID_PARAMETER;
+        }
         let own = notification.clone().filter(|_| transfer.is_within());
         let status = transfer.post(notification, &self.context());
         if status == Status::SUCCESS
@@ -351,6 +358,11 @@ impl Drop for Agent {
             // The forked child does not touch the parent's thread and connections.
             return std::mem::forget((thread, self.shared.clone()));
         }
+        // The service thread connects, and sends what waits for the connection.
+        let until = Instant::now() + CLOSING_TIMEOUT;
+        while shared.has_waiting_notifications() && Instant::now() < until {
+            thread::sleep(CLOSING_PAUSE);
+        }
         shared.ending.store(true, Ordering::SeqCst);
         shared.wakeup.wake();
         // The thread has been told to end; a panic has been logged already.
@@ -389,6 +401,13 @@ impl Shared {
         self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Whether the service thread is about to connect and send notifications.
+    fn has_waiting_notifications(&self) -> bool {
+        let remotes = self.remotes.read().unwrap_or_else(PoisonError::into_inner);
+        !self.ending.load(Ordering::SeqCst)
+            && remotes.values().any(|remote| remote.has_waiting_notifications())
+    }
+
     /// Accepts peers and makes connections until the agent ends.
     fn run(&self) {
         while !self.ending.load(Ordering::SeqCst) {
@@ -403,6 +422,7 @@ impl Shared {
                 self.remotes.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect();
             let advance = |remote: &Arc<Remote>| remote.advance(&self.endpoint, &self.wakeup);
             let dialing = remotes.iter().filter(|remote| advance(remote)).count() > 0;
+            remotes.iter().for_each(|remote| remote.settle());
             self.endpoint.arm(&self.wakeup);
             if let Err(error) = self.wakeup.wait(if dialing { Dialing::PAUSE } else { IDLE }) {
                 tracing::error!(%error, "cannot poll for connections of remote agents");

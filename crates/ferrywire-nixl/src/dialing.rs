@@ -18,30 +18,27 @@ const NEXT_AFTER: Duration = Duration::from_millis(250);
 const AGAIN_AFTER: Duration = Duration::from_millis(100);
 
 pub struct Dialing {
-    attempts: Vec<Connecting>,
-    /// Index of the next address to try; the next field says when.
-    next: usize,
+    /// The addresses tried so far, in the order of the agent's list.
+    tried: Vec<Tried>,
+    /// When the next address is tried.
     next_at: Instant,
     began: Instant,
     timeout: Duration,
     /// Whether the agent has never been connected or waited for.
     first_contact: bool,
-    /// The errors of the addresses in this round of tries.
-    errors: Vec<ConnectError>,
+}
+
+/// The state of one address.
+enum Tried {
+    Pending(Connecting),
+    /// The error of the last attempt, and when it failed.
+    Failed(ConnectError, Instant),
 }
 
 impl Dialing {
     pub fn new(timeout: Duration, first_contact: bool) -> Dialing {
         let now = Instant::now();
-        Dialing {
-            attempts: Vec::new(),
-            next: 0,
-            next_at: now,
-            began: now,
-            timeout,
-            first_contact,
-            errors: Vec::new(),
-        }
+        Dialing { tried: Vec::new(), next_at: now, began: now, timeout, first_contact }
     }
 
     /// Makes progress on connecting; returns the outcome once there is one. Events make `wakeup` readable; later
@@ -53,21 +50,13 @@ impl Dialing {
         wakeup: &Wakeup,
     ) -> Option<Result<Peer, ConnectError>> {
         let now = Instant::now();
-        let mut won = None;
-        let errors = &mut self.errors;
-        self.attempts.retain(|attempt| match attempt.poll() {
-            None => true,
-            Some(Ok(peer)) => {
-                won = Some(peer);
-                false
+        for tried in &mut self.tried {
+            let Tried::Pending(attempt) = tried else { continue };
+            match attempt.poll() {
+                None => {}
+                Some(Ok(peer)) => return Some(Ok(peer)),
+                Some(Err(error)) => *tried = Tried::Failed(error, now),
             }
-            Some(Err(error)) => {
-                errors.push(error);
-                false
-            }
-        });
-        if let Some(peer) = won {
-            return Some(Ok(peer));
         }
         if now.duration_since(self.began) >= self.timeout {
             return Some(Err(self.most_telling().unwrap_or_else(|| ConnectError::Stalled {
@@ -76,37 +65,38 @@ impl Dialing {
                 waited: self.timeout,
             })));
         }
-        if self.next == to.addresses.len() {
-            let refused = |error: &ConnectError| {
-                !matches!(error, ConnectError::Unreachable { .. } | ConnectError::Stalled { .. })
-            };
-            if !self.attempts.is_empty() {
-                return None;
-            }
-            if !self.first_contact || self.errors.iter().all(refused) {
-                return self.most_telling().map(Err);
-            }
-            self.errors.clear();
-            (self.next, self.next_at) = (0, now + AGAIN_AFTER);
+        let count = to.addresses.len();
+        let has_pending = self.tried.iter().any(|tried| matches!(tried, Tried::Pending(_)));
+        if self.tried.len() == count && !has_pending && (!self.first_contact || self.is_refused_by_all()) {
+            return self.most_telling().map(Err);
         }
-        if now >= self.next_at || (self.attempts.is_empty() && self.next > 0) {
-            let mut target = ConnectTarget::new(to.addresses[self.next]).identity(to.identity);
-            if !to.secret.is_empty() {
-                target = target.secret(to.secret.clone());
+        if self.tried.len() < count && (now >= self.next_at || !has_pending) {
+            self.tried.push(attempt(endpoint, to, self.tried.len(), now));
+            self.next_at = now + NEXT_AFTER.min(self.timeout / count as u32);
+        }
+        let is_due = |tried: &Tried| matches!(tried, Tried::Failed(_, at) if now >= *at + AGAIN_AFTER);
+        for (index, tried) in self.tried.iter_mut().enumerate().filter(|_| self.first_contact) {
+            if is_due(tried) {
+                *tried = attempt(endpoint, to, index, now);
             }
-            match endpoint.start_connect_to(target) {
-                Ok(attempt) => {
-                    attempt.arm(wakeup);
-                    self.attempts.push(attempt);
-                }
-                Err(error) => self.errors.push(error),
+        }
+        // A wakeup signals only once, so it is armed for each attempt again.
+        for tried in &self.tried {
+            if let Tried::Pending(attempt) = tried {
+                attempt.arm(wakeup);
             }
-            (self.next, self.next_at) = (self.next + 1, now + NEXT_AFTER);
-        } else {
-            // A wakeup signals only once, so it is armed for each attempt again.
-            self.attempts.iter().for_each(|attempt| attempt.arm(wakeup));
         }
         None
+    }
+
+    /// Whether each address answered, and refused the connection.
+    fn is_refused_by_all(&self) -> bool {
+        self.tried.iter().all(|tried| match tried {
+            Tried::Pending(_) => false,
+            Tried::Failed(error, _) => {
+                !matches!(error, ConnectError::Unreachable { .. } | ConnectError::Stalled { .. })
+            }
+        })
     }
 
     /// Longest time between calls of [`Dialing::advance`].
@@ -121,6 +111,63 @@ impl Dialing {
             ConnectError::Stalled { .. } => 3,
             _ => 4,
         };
-        std::mem::take(&mut self.errors).into_iter().rev().max_by_key(tells)
+        let errors = std::mem::take(&mut self.tried).into_iter().filter_map(|tried| match tried {
+            Tried::Pending(_) => None,
+            Tried::Failed(error, _) => Some(error),
+        });
+        errors.rev().max_by_key(tells)
+    }
+}
+
+/// Begins to connect to an address of the agent.
+fn attempt(endpoint: &Endpoint, to: &ConnectionInfo, index: usize, now: Instant) -> Tried {
+    let mut target = ConnectTarget::new(to.addresses[index]).identity(to.identity);
+    if !to.secret.is_empty() {
+        target = target.secret(to.secret.clone());
+    }
+    endpoint.start_connect_to(target).map_or_else(|error| Tried::Failed(error, now), Tried::Pending)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io;
+    use std::net::{SocketAddr, TcpListener, TcpStream};
+    use std::thread;
+
+    /// Closes the first connection, and forwards later ones to `to`.
+    fn forward(listener: TcpListener, to: SocketAddr) {
+        drop(listener.accept());
+        for near in listener.incoming().flatten() {
+            let far = TcpStream::connect(to).unwrap();
+            for (mut from, mut to) in [(near.try_clone().unwrap(), far.try_clone().unwrap()), (far, near)] {
+                thread::spawn(move || io::copy(&mut from, &mut to));
+            }
+        }
+    }
+
+    /// Regression: while an address did not answer at all, no other one was tried again.
+    #[test]
+    fn an_address_that_fails_is_tried_again_while_another_one_does_not_answer() {
+        let local = "127.0.0.1:0";
+        let (silent, late) = (TcpListener::bind(local).unwrap(), TcpListener::bind(local).unwrap());
+        let addresses = vec![silent.local_addr().unwrap(), late.local_addr().unwrap()];
+        let builder = || Endpoint::builder().channels(1).threads(1).secret("of both ends");
+        let far = builder().listen(local.parse().unwrap()).build().unwrap();
+        let near = builder().build().unwrap();
+        let reached = far.listen_addresses()[0];
+        thread::spawn(move || forward(late, reached));
+        let to = ConnectionInfo { identity: far.identity(), secret: Vec::new(), addresses };
+        // Less than an attempt may take.
+        let mut dialing = Dialing::new(Duration::from_secs(4), true);
+        let wakeup = Wakeup::new().unwrap();
+        let outcome = loop {
+            if let Some(outcome) = dialing.advance(&near, &to, &wakeup) {
+                break outcome;
+            }
+            wakeup.wait(Dialing::PAUSE).unwrap();
+            wakeup.clear();
+        };
+        outcome.unwrap().close(Duration::from_secs(60)).unwrap();
     }
 }

@@ -241,11 +241,22 @@ impl Remote {
         }
     }
 
+    /// Whether notifications wait for a connection to the remote agent.
+    pub fn has_waiting_notifications(&self) -> bool {
+        self.lock().waiting.iter().any(|waiting| matches!(waiting, Waiting::Notify(_)))
+    }
+
+    /// Logs notifications that were sent and not delivered.
+    pub fn settle(&self) {
+        self.lock().settle(&self.name);
+    }
+
     /// Removes the remote agent. Operations in flight are not waited for.
     pub fn remove(&self) {
         let mut state = self.lock();
         state.removed = true;
         state.link = Link::Idle;
+        state.settle(&self.name);
         state.sent.clear();
         state.fail_waiting(&self.name, &ConnectError::Closed);
     }
@@ -270,14 +281,18 @@ impl State {
         None
     }
 
-    /// Sends a notification. Logs earlier ones that the remote agent refused because it has too many unread.
-    fn send(&mut self, peer: &Peer, parts: &[Vec<u8>]) -> Status {
+    /// Logs notifications that were sent and not delivered: the connection was lost, or the remote agent has too many
+    /// unread.
+    fn settle(&mut self, name: &str) {
         while let Some(outcome) = self.sent.front().and_then(|first| first.poll()) {
             self.sent.pop_front();
             if let Err(error) = outcome {
-                tracing::warn!(peer = peer.name(), %error, "a notification was not delivered to the remote agent");
+                tracing::warn!(agent = name, %error, "a notification was not delivered to the remote agent");
             }
         }
+    }
+
+    fn send(&mut self, peer: &Peer, parts: &[Vec<u8>]) -> Status {
         for part in parts {
             match peer.notify(part) {
                 Ok(transfer) => self.sent.push_back(transfer),
@@ -293,8 +308,15 @@ impl State {
     fn fail_waiting(&mut self, name: &str, error: &ConnectError) {
         let waiting = std::mem::take(&mut self.waiting);
         self.waiting_bytes = 0;
+        let notifications = waiting.iter().filter(|waiting| matches!(waiting, Waiting::Notify(_))).count();
         if !self.removed {
             tracing::warn!(agent = name, %error, waiting = waiting.len(), "cannot connect to the remote agent: queued operations fail");
+        } else if notifications > 0 {
+            tracing::warn!(
+                agent = name,
+                notifications,
+                "notifications were not sent: there was no connection yet when the remote agent was removed"
+            );
         }
         for waiting in waiting {
             if let Waiting::Post(transfer, post) = waiting {

@@ -83,6 +83,11 @@ fn many_registrations_are_one_transfer() {
 }
 
 #[test]
+fn an_agent_that_ends_sends_its_notification_first() {
+    run(&["bye"]);
+}
+
+#[test]
 fn an_agent_reaches_itself() {
     run(&["itself"]);
 }

@@ -488,6 +488,19 @@ void a_peer_is_removed_and_added_again_in_mid_transfer() {
     CHECK(restarted.wait_for(1) == (Notifications{{"near", "hello"}}));
 }
 
+// Regression: it was lost where the agent had begun to connect and not sent it yet.
+void an_agent_that_ends_sends_its_notification_first() {
+    Agent far("far");
+    for (int round = 0; round < 20; ++round) {
+        {
+            Agent near("near");
+            near.load(far);
+            CHECK(near.engine->notify("far", "bye") == success);
+        }
+        CHECK(far.wait_for(1) == (Notifications{{"near", "bye"}}));
+    }
+}
+
 void memory_is_deregistered_in_mid_transfer() {
     Agent near("near"), far("far");
     auto &target = far.add(16 << 20);
@@ -663,6 +676,7 @@ int main(int count, char **arguments) {
         {"parameters", parameters_are_tolerated_or_named},
         {"release", releasing_never_blocks},
         {"again", a_peer_is_removed_and_added_again_in_mid_transfer},
+        {"bye", an_agent_that_ends_sends_its_notification_first},
         {"deregister", memory_is_deregistered_in_mid_transfer},
         {"names", any_name_of_an_agent_will_do},
         {"forked", a_forked_child_gets_errors},
