@@ -2,7 +2,10 @@
 //!
 //! Read next: `args.rs`.
 
-use std::path::Path;
+use std::collections::BTreeMap;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -15,7 +18,7 @@ use crate::exit::Failure;
 /// One file may serve both ends: options of the other end are ignored; unknown options are bad usage.
 pub fn fill<T: Serialize + DeserializeOwned>(flags: T, path: &Path) -> Result<T, Failure> {
     let usage = |why: String| Failure::Usage(format!("--config {}: {why}", path.display()));
-    let text = std::fs::read_to_string(path).map_err(|error| usage(error.to_string()))?;
+    let text = text_of(path).map_err(|error| usage(error.to_string()))?;
     let table: Table = toml::from_str(&text).map_err(|error| usage(one_line(&error.to_string())))?;
     let mut options = Table::new();
     for (key, value) in table {
@@ -33,6 +36,18 @@ pub fn fill<T: Serialize + DeserializeOwned>(flags: T, path: &Path) -> Result<T,
         let named = options.iter().find_map(refused);
         usage(one_line(&named.unwrap_or_else(|| error.message().to_owned())))
     })
+}
+
+/// The text of the file, which is read once: options are filled in several times, and a pipe is empty the second time.
+fn text_of(path: &Path) -> io::Result<String> {
+    static TEXTS: Mutex<BTreeMap<PathBuf, String>> = Mutex::new(BTreeMap::new());
+    let mut texts = TEXTS.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(text) = texts.get(path) {
+        return Ok(text.clone());
+    }
+    let text = std::fs::read_to_string(path)?;
+    texts.insert(path.to_owned(), text.clone());
+    Ok(text)
 }
 
 /// Name of the option that a key means, by its present or a former spelling.

@@ -132,6 +132,24 @@ fn loopback_mode_over_a_plugin_has_one_secret_in_every_process() {
     results(&child.wait_with_output().expect("it ends"));
 }
 
+/// Regression: the file was read three times, and an option of a pipe got lost without a word.
+#[test]
+fn a_config_file_may_be_a_pipe() {
+    let mut child = ferrywire("bench --memory host --config /dev/stdin --json -")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("it starts");
+    let options = b"sizes = [\"4K\"]\niters = 5\nencrypt = \"required\"\n";
+    child.stdin.take().expect("piped").write_all(options).expect("it reads");
+    let output = child.wait_with_output().expect("it ends");
+    let sizes: Vec<_> = results(&output).iter().map(|result| result["size_bytes"].clone()).collect();
+    assert_eq!(sizes, [4096]);
+    assert_eq!(json(&output)["config"]["iters"], 5);
+    assert_eq!(json(&output)["config"]["encryption"], "required");
+}
+
 #[test]
 fn loopback_mode_shows_the_environment_and_its_origin() {
     let mut command =
