@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use ferrywire::{Error, MemoryLocation};
 use pyo3::buffer::PyUntypedBuffer;
-use pyo3::exceptions::PyBufferError;
+use pyo3::exceptions::{PyBufferError, PyException};
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple, PyType};
@@ -110,9 +110,11 @@ impl Region {
         self.moved.store(true, Ordering::SeqCst);
         let last = self.held().take();
         drop(last);
-        // Operations that still use the memory make this fail; peers are refused nevertheless.
-        let _ = aside(py, move || region.deregister());
-        usage(py, "region", MOVED)
+        // Operations that still use the memory make this fail; peers are refused nevertheless. Ctrl-C is not such a failure.
+        match aside(py, move || region.deregister()) {
+            Err(interrupt) if !interrupt.is_instance_of::<PyException>(py) => interrupt,
+            _ => usage(py, "region", MOVED),
+        }
     }
 
     /// The engine's region, as a target.

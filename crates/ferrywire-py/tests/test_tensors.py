@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import signal
+import sys
 import time
+import types
 
 import pytest
 from conftest import LIMIT, Pair, Program
@@ -130,6 +132,24 @@ def test_memory_that_is_not_there_is_named(pair: Pair, library: str):
         lie = {**entry, "library": library, "shape": [1 << 58], "region": descriptor.hex()}
         with pytest.raises(fw.LocalError, match=f"^tensor 'a': cannot allocate {1 << 60} bytes: "):
             fw.fetch(pair.near, pair.to_far, json.dumps({"version": 1, "tensors": [lie]}).encode())
+
+
+def test_a_fetch_of_tensors_of_pytorch_without_it_is_an_error_that_says_so(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    with fw.share(pair.far, {"a": np.zeros(1)}) as shared:
+        (entry,) = json.loads(shared.describe())["tensors"]
+        told = json.dumps({"version": 1, "tensors": [{**entry, "library": "torch"}]}).encode()
+        monkeypatch.setitem(sys.modules, "torch", None)
+        with pytest.raises(fw.LocalError, match="^tensor 'a': the peer shares tensors of PyTorch, which cannot be imported "):
+            fw.fetch(pair.near, pair.to_far, told)
+
+        def empty(*_: object, **__: object) -> None:
+            raise AssertionError("Torch not compiled with CUDA enabled")
+
+        kind = type("dtype", (), {"itemsize": 8})
+        without_cuda = types.SimpleNamespace(dtype=kind, float64=kind(), empty=empty, Tensor=())
+        monkeypatch.setitem(sys.modules, "torch", without_cuda)
+        with pytest.raises(fw.LocalError, match="^tensor 'a': cannot allocate 8 bytes: Torch not compiled"):
+            fw.fetch(pair.near, pair.to_far, told, device="cuda")
 
 
 PEER = """

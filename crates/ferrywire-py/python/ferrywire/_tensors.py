@@ -280,15 +280,22 @@ def _made(entry: dict[str, Any], nbytes: int, device: str) -> Any:
         return numpy.empty(entry["shape"], dtype)
     except (TypeError, ValueError, OverflowError) as error:
         raise _unknown(entry) from error
-    # PyTorch raises RuntimeError for an unknown device and for one without memory.
-    except (MemoryError, RuntimeError) as error:
+    # PyTorch raises RuntimeError for an unknown device and for one without memory, AssertionError for CUDA in a build
+    # without it.
+    except (MemoryError, RuntimeError, AssertionError) as error:
         raise LocalError(f"tensor {entry['name']!r}: cannot allocate {nbytes} bytes: {error}") from error
 
 
 def _dtype(entry: dict[str, Any]) -> tuple[Any, int]:
     """Returns the element type and its size in bytes."""
     if entry["library"] == "torch":
-        import torch
+        try:
+            import torch
+        except ImportError as error:
+            raise LocalError(
+                f"tensor {entry['name']!r}: the peer shares tensors of PyTorch, which cannot be imported here: {error}: "
+                "install it, or pass into="
+            ) from error
 
         kind = getattr(torch, entry["dtype"], None)
         if not isinstance(kind, torch.dtype):
