@@ -27,6 +27,7 @@ use crate::failure::{Fault, Outcome, is_short};
 use crate::handle::{self, Handle, Secret};
 use crate::log;
 use crate::pairs::{Pair, pairs};
+use crate::pool::block_signals;
 use crate::proof::{self, Claim, Dialling};
 use crate::sending::SendComm;
 use crate::settings::settings;
@@ -134,6 +135,7 @@ impl Attempts {
 
 /// The body of the sweeper's thread.
 fn sweep_on() {
+    block_signals();
     loop {
         thread::sleep(SWEEP_INTERVAL);
         sweep();

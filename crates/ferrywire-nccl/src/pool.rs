@@ -447,7 +447,7 @@ impl Worker {
 }
 
 /// Blocks signals on this thread, so that the program's handlers run on its own threads.
-fn block_signals() {
+pub(crate) fn block_signals() {
     // SAFETY: the set is filled before it is used, and the mask is this thread's own.
     unsafe {
         let mut all = std::mem::zeroed();
