@@ -8,6 +8,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::path::Path;
 use std::str::FromStr;
 use std::sync::Arc;
 
@@ -29,6 +30,11 @@ pub enum Memory {
     Cuda(u32),
     /// Memory of a simulated GPU.
     Sim(u32),
+}
+
+/// Whether a server lets several processes use a GPU at the same time (MPS).
+pub fn is_mps_running() -> bool {
+    std::env::var_os("CUDA_MPS_PIPE_DIRECTORY").is_some() || Path::new("/tmp/nvidia-mps/control").exists()
 }
 
 impl FromStr for Memory {

@@ -234,7 +234,7 @@ pub struct ConnectFlags {
     /// Message sizes: 64K,1M or 4K..256M [default: 4K,64K,1M,16M,64M]
     ///
     /// A list, a range by powers of two, or both; at most 64 sizes. With --pattern latency the default is 8,4K,64K. With
-    /// --blocks N it is N times 4K and N times 64K.
+    /// --blocks N it is N times 4K and, without --pattern latency, N times 64K.
     #[arg(long, value_name = "SIZES")]
     pub sizes: Option<Sizes>,
     /// Transfers in flight [default: auto]

@@ -15,8 +15,8 @@ use super::isolated::message::Message;
 use super::link::{CLOSE_TIMEOUT, SLICE};
 use super::{check_metrics, child_secret, connect, parent};
 use crate::args;
-use crate::exit::{Failure, Outcome};
-use crate::memory::Memory;
+use crate::exit::{self, Failure, Outcome};
+use crate::memory::{Memory, is_mps_running};
 use crate::plan::ConnectPlan;
 use crate::sys;
 use crate::units::rounded;
@@ -35,6 +35,8 @@ const START_TIMEOUT: Duration = Duration::from_secs(120);
 pub fn run(plan: ConnectPlan) -> Outcome {
     let has_plugin = plan.engine.plugin.is_some();
     let start = |plan: &mut ConnectPlan| {
+        let [here, there] = [Some(plan.run.memory), plan.run.peer_memory];
+        note_of_turns(here, there, is_mps_running()).iter().for_each(|note| exit::note(note));
         check_metrics(plan.engine.metrics.as_deref())?;
         let (other_end, address) = start_serve(plan)?;
         plan.addresses = vec![address];
@@ -50,6 +52,16 @@ pub fn run(plan: ConnectPlan) -> Outcome {
         Err(failure) if has_plugin => Err(failure.map_message(|text| other_end.added_to(text))),
         outcome => outcome,
     })
+}
+
+/// A GPU serves two processes in turns of milliseconds, unless a server joins their work: one round trip then takes several
+/// times as long as between two GPUs.
+fn note_of_turns(here: Option<Memory>, there: Option<Memory>, mps: bool) -> Option<String> {
+    let gpu = here.filter(|memory| matches!(memory, Memory::Cuda(_)) && here == there && !mps)?;
+    Some(format!(
+        "note: the processes of both ends use {gpu} in turns, which costs rate and latency; an MPS server lets them use \
+         it at the same time: nvidia-cuda-mps-control -d"
+    ))
 }
 
 /// The process of the other end. Dropping this value ends that process, which serves this one peer only.
@@ -228,6 +240,18 @@ fn plugin_options(command: &mut Command, plan: &ConnectPlan) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn two_processes_on_one_gpu_are_noted_unless_a_server_joins_them() {
+        let gpu = |index| Some(Memory::Cuda(index));
+        let note = note_of_turns(gpu(1), gpu(1), false).expect("they take turns");
+        assert!(note.contains("cuda:1 in turns"), "{note}");
+        assert_eq!(note_of_turns(gpu(1), gpu(1), true), None);
+        for other in [gpu(0), Some(Memory::Host), None] {
+            assert_eq!(note_of_turns(gpu(1), other, false), None);
+        }
+        assert_eq!(note_of_turns(Some(Memory::Host), Some(Memory::Host), false), None);
+    }
 
     /// A shell script in place of the other end, whose standard output holds the messages.
     fn other_end(script: &str) -> OtherEnd {

@@ -222,7 +222,7 @@ pub struct SideReport {
     pub staged: Option<Staged>,
     /// Chunks that were resent.
     pub resent_chunks: u64,
-    /// Channels lost so far, as messages.
+    /// Channels lost since the ends connected, as messages.
     #[serde(deserialize_with = "sanitize::list")]
     pub lost_channels: Vec<String>,
 }

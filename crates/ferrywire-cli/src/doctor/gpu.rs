@@ -3,13 +3,13 @@
 //! Invariant: [`judge`] reads nothing. Read next: `finding.rs`.
 
 use std::collections::BTreeMap;
-use std::path::Path;
 
 use ferrywire_host::topology::{Gpu, Locality, PciAddress, PciPath, Plan, PlanError, PlanOptions, Topology};
 
 use super::driver::Driver;
 use super::files::{line, number};
 use super::finding::{Finding, Level};
+use crate::memory::is_mps_running;
 
 const SUBJECT: &str = "CUDA";
 
@@ -62,8 +62,7 @@ impl Gpus {
             driver,
             module: line("/proc/driver/nvidia/version")
                 .and_then(|text| Some(text.lines().next()?.to_owned())),
-            mps: std::env::var_os("CUDA_MPS_PIPE_DIRECTORY").is_some()
-                || Path::new("/tmp/nvidia-mps/control").exists(),
+            mps: is_mps_running(),
             links: devices.filter_map(|pci| Some((pci.address.to_string(), link(pci)?))).collect(),
             smi: asked.map(|text| parse_smi(&text)).unwrap_or_default(),
         }
@@ -282,7 +281,7 @@ mod tests {
     use ferrywire_host::topology::{Gpu, Nic};
 
     fn pci(text: &str) -> Option<PciPath> {
-        PciPath::of_folder(Path::new(text))
+        PciPath::of_folder(std::path::Path::new(text))
     }
 
     fn host() -> Topology {

@@ -58,7 +58,7 @@ pub(super) fn plan_run(flags: &ConnectFlags, memory: Memory, timeout_s: f64) -> 
 fn default_sizes(latency: bool, blocks: Option<usize>) -> Sizes {
     let text = match (latency, blocks) {
         (true, None) => "8,4K,64K",
-        (true, Some(_)) => "64K",
+        (true, Some(n)) => return Sizes(vec![4096 * n as u64]),
         (false, None) => "4K,64K,1M,16M,64M",
         (false, Some(n)) => return Sizes(vec![4096 * n as u64, 65536 * n as u64]),
     };
