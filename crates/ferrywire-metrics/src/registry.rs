@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::mem;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{LazyLock, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::thread;
 use std::time::Duration;
@@ -64,6 +64,8 @@ struct Sources {
     /// Counts of closed peers, by their label, which a live peer has too.
     kept: BTreeMap<String, PeerSample>,
     closed: PeerSample,
+    /// Sessions that were refused because the peer did not prove the secret.
+    auth_failures: u64,
 }
 
 /// A source, and the label of its samples.
@@ -91,7 +93,6 @@ fn add_closed(sum: &mut PeerSample, label: &str, counts: &PeerSample) {
 }
 
 static SOURCES: LazyLock<Mutex<Sources>> = LazyLock::new(Mutex::default);
-static AUTH_FAILURES: AtomicU64 = AtomicU64::new(0);
 static TIMED: AtomicBool = AtomicBool::new(false);
 static FACE: OnceLock<&'static str> = OnceLock::new();
 
@@ -102,7 +103,6 @@ fn sources() -> MutexGuard<'static, Sources> {
         // References of the parent's threads are never dropped here, so neither are those to its sources.
         mem::forget(mem::take(&mut sources.live));
         *sources = Sources { process, ..Sources::default() };
-        AUTH_FAILURES.store(0, Ordering::Relaxed);
     }
     sources
 }
@@ -136,7 +136,7 @@ pub fn set_face(face: &'static str) {
 
 /// Counts a session that was refused because the peer did not prove the secret.
 pub fn count_auth_failure() {
-    AUTH_FAILURES.fetch_add(1, Ordering::Relaxed);
+    sources().auth_failures += 1;
 }
 
 /// Whether times of operations are to be recorded.
@@ -195,7 +195,7 @@ pub fn record_post(kind: Kind, time: Duration) {
 
 /// Reads all sources of this process.
 pub fn process() -> ProcessSample {
-    let (live, kept, closed) = {
+    let (live, kept, closed, auth_failures) = {
         let mut sources = sources();
         // The counts of a source that another thread is dropping are nowhere until that thread has retired it.
         for _ in 0..RETIRE_YIELDS_MAX {
@@ -208,7 +208,7 @@ pub fn process() -> ProcessSample {
         }
         let live: Vec<_> = sources.live.iter().filter_map(|each| each.source.upgrade()).collect();
         let kept: Vec<_> = sources.kept.values().cloned().collect();
-        (live, kept, sources.closed.clone())
+        (live, kept, sources.closed.clone(), sources.auth_failures)
     };
     let mut peers: Vec<PeerSample> = live.iter().map(|source| source.sample()).collect();
     // The sources are dropped without the lock: a source that ends here is retired.
@@ -226,7 +226,7 @@ pub fn process() -> ProcessSample {
         cpu_s: cpu.current,
         ended_cpu_s: cpu.ended,
         total_cpu_s: cpu.total,
-        auth_failures: AUTH_FAILURES.load(Ordering::Relaxed),
+        auth_failures,
         peers,
         ..ProcessSample::default()
     }

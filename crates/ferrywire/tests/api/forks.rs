@@ -194,12 +194,12 @@ fn a_child_does_not_count_what_its_parent_has_moved() {
         let (peers, sent) = counted();
         assert!(peers == 2 && sent > 1 << 20, "{peers} peers have sent {sent} bytes");
         let address = pair.ends[1].listen_addresses()[0];
-        let of_parent = (pair.ends.clone(), pair.near.clone(), pair.far.clone());
+        let mut pair = Some(pair);
         in_child(|| {
             let mine = Endpoint::builder().channels(1).build().unwrap();
             let peer = mine.connect(address, LIMIT).unwrap();
             peer.notify(b"x").unwrap().wait(LIMIT).unwrap();
-            drop(of_parent);
+            drop(pair.take());
             let (peers, sent) = counted();
             assert!(peers == 1 && sent < 1 << 20, "{peers} peers have sent {sent} bytes");
             peer.close(LIMIT).unwrap();

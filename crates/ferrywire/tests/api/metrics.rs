@@ -1,5 +1,6 @@
 //! What metrics say of peers: lost channels, their fences and their counters, and how full rings are.
 
+use crate::case::case;
 use crate::netns::Hosts;
 use crate::{LIMIT, Pair, builder, pair};
 use ferrywire::metrics::{OccupancySample, PeerSample, StagingSample, process};
@@ -250,4 +251,16 @@ fn retransmits_do_not_shrink_when_a_channel_is_connected_again() {
     });
     assert_eq!(write.wait(LIMIT), Ok(BYTES as u64));
     grows();
+}
+
+#[test]
+fn a_wrong_secret_counts_before_the_first_sample() {
+    case!("").passes(|| {
+        let builder = |secret: &str| Endpoint::builder().secret(secret).channels(1);
+        let far = builder("of one end").listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
+        let near = builder("of another").build().unwrap();
+        near.connect(far.listen_addresses()[0], LIMIT).unwrap_err();
+        until("the other end has counted it", || far.auth_failures() == 1);
+        assert_eq!(process().auth_failures, 1);
+    });
 }
