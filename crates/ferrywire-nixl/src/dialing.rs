@@ -1,8 +1,8 @@
 //! Connects to a remote agent that has several addresses, without blocking.
 //!
 //! The addresses are tried one after the other; the next is tried before the first has answered, and the first
-//! connection wins. At first contact all addresses are tried again until the timeout, because the network may still be
-//! being set up. An agent that was connected before, or that was waited for without success, counts as ended if it does
+//! connection wins. At first contact each address that cannot be reached is tried again until the timeout, because the
+//! network may still be being set up. An agent that was connected before, or that was waited for without success, counts as ended if it does
 //! not answer.
 //! Read next: `remote.rs`, which starts it.
 
@@ -14,7 +14,7 @@ use crate::connection_info::ConnectionInfo;
 
 /// Pause before the next address is tried while none has answered.
 const NEXT_AFTER: Duration = Duration::from_millis(250);
-/// Pause before the first address is tried again after all have failed.
+/// Pause before an address is tried again.
 const AGAIN_AFTER: Duration = Duration::from_millis(100);
 
 pub struct Dialing {
@@ -74,7 +74,7 @@ impl Dialing {
             self.tried.push(attempt(endpoint, to, self.tried.len(), now));
             self.next_at = now + NEXT_AFTER.min(self.timeout / count as u32);
         }
-        let is_due = |tried: &Tried| matches!(tried, Tried::Failed(_, at) if now >= *at + AGAIN_AFTER);
+        let is_due = |tried: &Tried| matches!(tried, Tried::Failed(error, at) if may_pass(error) && now >= *at + AGAIN_AFTER);
         for (index, tried) in self.tried.iter_mut().enumerate().filter(|_| self.first_contact) {
             if is_due(tried) {
                 *tried = attempt(endpoint, to, index, now);
@@ -93,9 +93,7 @@ impl Dialing {
     fn is_refused_by_all(&self) -> bool {
         self.tried.iter().all(|tried| match tried {
             Tried::Pending(_) => false,
-            Tried::Failed(error, _) => {
-                !matches!(error, ConnectError::Unreachable { .. } | ConnectError::Stalled { .. })
-            }
+            Tried::Failed(error, _) => !may_pass(error),
         })
     }
 
@@ -117,6 +115,11 @@ impl Dialing {
         });
         errors.rev().max_by_key(tells)
     }
+}
+
+/// Whether another attempt may succeed: nothing at the address has refused the connection.
+fn may_pass(error: &ConnectError) -> bool {
+    matches!(error, ConnectError::Unreachable { .. } | ConnectError::Stalled { .. })
 }
 
 /// Begins to connect to an address of the agent.
