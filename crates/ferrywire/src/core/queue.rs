@@ -32,7 +32,7 @@ const SOME_OTHER: u64 = 1 << 2;
 const KIND_BITS: u32 = 3;
 
 /// Tries to lock the outbox before a thread sleeps until it is free. A pull holds it for a few microseconds, and to wake a
-/// thread takes longer.
+/// thread takes longer. An idle thread tries as often before, as long as there is work for it.
 const LOCK_TRIES: u32 = 400;
 
 /// The staging rings of a channel, as the queue fills them.

@@ -324,7 +324,7 @@ impl Link {
         channel.counters.runs_over(nic);
         // Choose the home first: the new channel's worker sends small operations only if it is the home.
         self.peer.choose_home();
-        // Deliver the peer to its user first: a peer of which anything is acknowledged can then be accepted.
+        // Deliver the peer to its user first: what the last channel acknowledges is then of a peer that can be accepted.
         self.settle(now);
         self.workers[worker].command(Command::Add(Box::new(channel)));
         if generation > 0 {
