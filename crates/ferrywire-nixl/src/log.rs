@@ -24,8 +24,12 @@ fn level() -> LevelFilter {
 pub fn start() {
     static START: Once = Once::new();
     START.call_once(|| {
-        let lines =
-            tracing_subscriber::fmt().with_writer(std::io::stderr).with_ansi(false).with_max_level(level());
+        let lines = tracing_subscriber::fmt()
+            .with_writer(std::io::stderr)
+            .with_ansi(false)
+            .with_max_level(level())
+            // Else a line that cannot be written is reported on standard error by a call that panics.
+            .log_internal_errors(false);
         // The library has its own copy of `tracing`'s global default, which no other code sets.
         let _ = lines.try_init();
     });

@@ -157,7 +157,7 @@ impl Remote {
         state.notified += 1;
         let parts = notification::encode(sender, message, state.notified);
         match state.peer(self, timeout, wakeup) {
-            Some(peer) => state.send(&peer, &parts),
+            Some(peer) => state.send(&self.name, &peer, &parts),
             None if state.waiting_bytes + bytes_of(&parts) > WAITING_BYTES_MAX => {
                 tracing::warn!(
                     agent = self.name,
@@ -191,7 +191,7 @@ impl Remote {
                         Waiting::Post(transfer, post) => {
                             transfer.upgrade().into_iter().for_each(|transfer| transfer.start(&peer, post));
                         }
-                        Waiting::Notify(parts) => drop(state.send(&peer, &parts)),
+                        Waiting::Notify(parts) => drop(state.send(&self.name, &peer, &parts)),
                     }
                 }
             }
@@ -269,8 +269,8 @@ impl State {
             match peer.error() {
                 None => return Some(peer.clone()),
                 Some(error) => {
-                    tracing::warn!(agent = remote.name, %error, "connection to a remote agent lost, reconnecting");
                     self.link = Link::Idle;
+                    tracing::warn!(agent = remote.name, %error, "connection to a remote agent lost, reconnecting");
                 }
             }
         }
@@ -292,7 +292,8 @@ impl State {
         }
     }
 
-    fn send(&mut self, peer: &Peer, parts: &[Vec<u8>]) -> Status {
+    fn send(&mut self, name: &str, peer: &Peer, parts: &[Vec<u8>]) -> Status {
+        self.settle(name);
         for part in parts {
             match peer.notify(part) {
                 Ok(transfer) => self.sent.push_back(transfer),
@@ -308,20 +309,21 @@ impl State {
     fn fail_waiting(&mut self, name: &str, error: &ConnectError) {
         let waiting = std::mem::take(&mut self.waiting);
         self.waiting_bytes = 0;
+        let count = waiting.len();
         let notifications = waiting.iter().filter(|waiting| matches!(waiting, Waiting::Notify(_))).count();
+        for waiting in waiting {
+            if let Waiting::Post(transfer, post) = waiting {
+                transfer.upgrade().into_iter().for_each(|transfer| transfer.fail_waiting(post));
+            }
+        }
         if !self.removed {
-            tracing::warn!(agent = name, %error, waiting = waiting.len(), "cannot connect to the remote agent: queued operations fail");
+            tracing::warn!(agent = name, %error, waiting = count, "cannot connect to the remote agent: queued operations fail");
         } else if notifications > 0 {
             tracing::warn!(
                 agent = name,
                 notifications,
                 "notifications were not sent: there was no connection yet when the remote agent was removed"
             );
-        }
-        for waiting in waiting {
-            if let Waiting::Post(transfer, post) = waiting {
-                transfer.upgrade().into_iter().for_each(|transfer| transfer.fail_waiting(post));
-            }
         }
     }
 }

@@ -142,6 +142,12 @@ fn a_dead_peer_is_an_error_on_every_handle() {
     run(&["dead"]);
 }
 
+/// Regression: a line that could not be written ended the thread that logged it, and transfers never ended.
+#[test]
+fn a_log_that_cannot_be_written_is_no_obstacle() {
+    run(&["unlogged"]);
+}
+
 #[test]
 fn why_what_was_posted_failed_is_logged_unless_that_is_silenced() {
     for level in [None, Some("warn")] {

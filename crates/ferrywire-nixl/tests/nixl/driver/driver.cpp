@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <dirent.h>
+#include <fcntl.h>
 #include <functional>
 #include <map>
 #include <memory>
@@ -682,6 +683,11 @@ int main(int count, char **arguments) {
         {"forked", a_forked_child_gets_errors},
         {"locks", a_forked_child_waits_for_no_lock_of_its_parent},
         {"dead", a_dead_peer_is_an_error_on_every_handle},
+        {"unlogged",
+         [] {
+             CHECK(dup2(open("/dev/full", O_WRONLY), 2) == 2);
+             a_dead_peer_is_an_error_on_every_handle();
+         }},
         {"rounds", [&] { rounds_leave_nothing_behind(count > 2 ? atoi(arguments[2]) : 20); }},
     };
     CHECK(count > 1 && cases.count(arguments[1]) == 1);
