@@ -170,7 +170,7 @@ fn listed(transfers: &Bound<'_, PyAny>) -> PyResult<Vec<Py<Transfer>>> {
         let kind = transfers.get_type().qualname()?;
         return Err(refused(format!("{kind} is not a sequence of transfers: try [x]")));
     };
-    let mut list = Vec::with_capacity(transfers.len().unwrap_or(0));
+    let mut list = Vec::new();
     for (at, entry) in entries.enumerate() {
         let entry = entry?;
         let Ok(transfer) = entry.cast::<Transfer>() else {
