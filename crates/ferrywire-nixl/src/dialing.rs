@@ -2,8 +2,8 @@
 //!
 //! The addresses are tried one after the other; the next is tried before the first has answered, and the first
 //! connection wins. At first contact each address that cannot be reached is tried again until the timeout, because the
-//! network may still be being set up. An agent that was connected before, or that was waited for without success, counts as ended if it does
-//! not answer.
+//! network may still be being set up. An agent that was connected before, or that was waited for without success, counts
+//! as ended if it does not answer.
 //! Read next: `remote.rs`, which starts it.
 
 use std::time::{Duration, Instant};
