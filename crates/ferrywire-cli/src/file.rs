@@ -11,6 +11,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use toml::{Table, Value};
 
+use crate::bench::isolated::Order;
 use crate::exit::Failure;
 
 /// Adds the options of the file to `flags`, where they were not given.
@@ -38,9 +39,19 @@ pub fn fill<T: Serialize + DeserializeOwned>(flags: T, path: &Path) -> Result<T,
     })
 }
 
+static TEXTS: Mutex<BTreeMap<PathBuf, String>> = Mutex::new(BTreeMap::new());
+
+/// The text of the file that this process has read, for a child with the same arguments.
+pub fn text_read() -> Option<String> {
+    TEXTS.lock().unwrap_or_else(PoisonError::into_inner).values().next().cloned()
+}
+
 /// The text of the file, which is read once: options are filled in several times, and a pipe is empty the second time.
+/// A child that works with a plugin takes the text that its parent has read.
 fn text_of(path: &Path) -> io::Result<String> {
-    static TEXTS: Mutex<BTreeMap<PathBuf, String>> = Mutex::new(BTreeMap::new());
+    if let Some(text) = Order::from_env().and_then(|order| order.config.clone()) {
+        return Ok(text);
+    }
     let mut texts = TEXTS.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(text) = texts.get(path) {
         return Ok(text.clone());

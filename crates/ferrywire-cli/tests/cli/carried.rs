@@ -132,22 +132,34 @@ fn loopback_mode_over_a_plugin_has_one_secret_in_every_process() {
     results(&child.wait_with_output().expect("it ends"));
 }
 
-/// Regression: the file was read three times, and an option of a pipe got lost without a word.
-#[test]
-fn a_config_file_may_be_a_pipe() {
-    let mut child = ferrywire("bench --memory host --config /dev/stdin --json -")
+/// The result of a bench that reads `options` and the number of its iterations from a pipe.
+fn with_config_on_a_pipe(args: &str, options: &str) -> Value {
+    let mut child = ferrywire(&format!("bench --memory host --config /dev/stdin --json - {args}"))
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::null())
         .spawn()
         .expect("it starts");
-    let options = b"sizes = [\"4K\"]\niters = 5\nencrypt = \"required\"\n";
-    child.stdin.take().expect("piped").write_all(options).expect("it reads");
+    let options = format!("sizes = [\"4K\"]\niters = 5\n{options}");
+    child.stdin.take().expect("piped").write_all(options.as_bytes()).expect("it reads");
     let output = child.wait_with_output().expect("it ends");
     let sizes: Vec<_> = results(&output).iter().map(|result| result["size_bytes"].clone()).collect();
-    assert_eq!(sizes, [4096]);
-    assert_eq!(json(&output)["config"]["iters"], 5);
-    assert_eq!(json(&output)["config"]["encryption"], "required");
+    assert_eq!(sizes, [4096], "{args}");
+    let config = json(&output)["config"].clone();
+    assert_eq!(config["iters"], 5, "{args}");
+    config
+}
+
+/// Regression: the file was read three times, and an option of a pipe got lost without a word.
+#[test]
+fn a_config_file_may_be_a_pipe() {
+    assert_eq!(with_config_on_a_pipe("", "encrypt = \"required\"")["encryption"], "required");
+}
+
+/// Regression: the child that works with the plugin read the file again, and found an empty pipe.
+#[test]
+fn a_config_file_may_be_a_pipe_also_with_a_plugin() {
+    assert_eq!(with_config_on_a_pipe(&with_plugin(""), "window = 8")["window"], 8);
 }
 
 #[test]

@@ -47,6 +47,8 @@ pub struct Order {
     pub run: Option<(String, u64)>,
     /// Variables that the parent has set for the plugin.
     pub set_before: Vec<String>,
+    /// Text of the file of `--config`. The file itself may be a pipe, or have changed since.
+    pub config: Option<String>,
 }
 
 impl Order {

@@ -17,6 +17,7 @@ use super::super::parent;
 use super::Order;
 use super::message::{Assembler, Call, Message};
 use crate::exit::{Failure, Outcome};
+use crate::file;
 use crate::plugin::end_of;
 use crate::sys;
 use crate::transport::PluginUse;
@@ -74,7 +75,8 @@ impl<'a> Supervisor<'a> {
     ) -> Outcome<Supervisor<'a>> {
         let failed = |error: std::io::Error| Failure::failed(format!("cannot start a process: {error}"));
         let set = || environment.iter().filter(|variable| variable.set_by == SetBy::Ferrywire);
-        let order = Order { set_before: set().map(|variable| variable.name.to_owned()).collect(), ..order };
+        let set_before = set().map(|variable| variable.name.to_owned()).collect();
+        let order = Order { set_before, config: file::text_read(), ..order };
         let mut command = Command::new(std::env::current_exe().map_err(failed)?);
         command.args(std::env::args_os().skip(1)).envs([order.as_variable()]);
         command.envs(set().map(|variable| (variable.name, &variable.value)));
