@@ -261,7 +261,8 @@ int ferrywire_endpoint_close(ferrywire_endpoint *endpoint,
                              int64_t timeout_ms);
 
 /**
- * Frees the handle. An endpoint that is still open is closed first, which may take seconds. NULL is allowed.
+ * Frees the handle. An endpoint that is still open is closed first, which may take seconds; calls of other threads that
+ * wait for the endpoint return FERRYWIRE_ERROR_CLOSED. NULL is allowed.
  */
 int ferrywire_endpoint_free(ferrywire_endpoint *endpoint);
 

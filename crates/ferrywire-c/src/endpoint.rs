@@ -11,7 +11,15 @@ use crate::status::{FERRYWIRE_OK, Failure, call, copy_out, limit, put_if_wanted}
 /// One GPU or the host's memory, with its NICs, progress threads, regions and peers.
 pub struct Endpoint(pub(crate) ferrywire::Endpoint);
 
-object!(Endpoint, "ferrywire_endpoint", 2);
+object!(Endpoint, "ferrywire_endpoint", 2, Endpoint::close_in_use);
+
+impl Endpoint {
+    /// Calls on the endpoint return then; the last one drops it.
+    fn close_in_use(&self) {
+        // Freeing has no outcome to report, as dropping has none.
+        let _ = self.0.close_as_dropped();
+    }
+}
 
 /// Opens an endpoint: checks the options, listens, starts the threads. `options` NULL means all defaults; the endpoint
 /// then does not listen.
@@ -46,7 +54,8 @@ pub extern "C" fn ferrywire_endpoint_close(endpoint: *mut Endpoint, timeout_ms: 
     })
 }
 
-/// Frees the handle. An endpoint that is still open is closed first, which may take seconds. NULL is allowed.
+/// Frees the handle. An endpoint that is still open is closed first, which may take seconds; calls of other threads that
+/// wait for the endpoint return FERRYWIRE_ERROR_CLOSED. NULL is allowed.
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_endpoint_free(endpoint: *mut Endpoint) -> c_int {
     handles::free(endpoint)

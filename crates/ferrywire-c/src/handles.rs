@@ -18,6 +18,9 @@ pub(crate) trait Object: Sized + 'static {
     const NAME: &'static str;
 
     fn handles() -> &'static Handles<Self>;
+
+    /// Called when the handle is freed while running calls use the object.
+    fn freed_in_use(&self) {}
 }
 
 /// The table of all live objects of one kind.
@@ -129,6 +132,9 @@ pub(crate) fn free<T: Object>(handle: *mut T) -> c_int {
             return Ok(FERRYWIRE_OK);
         }
         let value = T::handles().take(handle).ok_or_else(|| not_one::<T>(handle))?;
+        if Arc::strong_count(&value) > 1 {
+            value.freed_in_use();
+        }
         drop(value);
         Ok(FERRYWIRE_OK)
     })
@@ -142,9 +148,10 @@ fn not_one<T: Object>(handle: *const T) -> Failure {
     }
 }
 
-/// Implements [`Object`] for a type: its name in the header and the number of its kind.
+/// Implements [`Object`] for a type: its name in the header, the number of its kind, and what ends the calls that use an
+/// object whose handle is freed.
 macro_rules! object {
-    ($type:ty, $name:literal, $kind:literal) => {
+    ($type:ty, $name:literal, $kind:literal $(, $freed_in_use:expr)?) => {
         impl $crate::handles::Object for $type {
             const NAME: &'static str = $name;
 
@@ -152,6 +159,12 @@ macro_rules! object {
                 static HANDLES: $crate::handles::Handles<$type> = $crate::handles::Handles::new($kind);
                 &HANDLES
             }
+
+            $(
+                fn freed_in_use(&self) {
+                    $freed_in_use(self);
+                }
+            )?
         }
     };
 }

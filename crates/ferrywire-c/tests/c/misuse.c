@@ -307,6 +307,38 @@ static void forked_in_mid_call(struct pair pair) {
     for (int n = 0; n < 3; n++) CHECK(pthread_join(threads[n], NULL) == 0);
 }
 
+static _Atomic int accepting;
+
+static void *accepts(void *end) {
+    ferrywire_peer *peer;
+    accepting = 1;
+    int status = ferrywire_accept(end, -1, &peer);
+    CHECK(status == FERRYWIRE_ERROR_CLOSED || status == FERRYWIRE_ERROR_USAGE);
+    return NULL;
+}
+
+/* Regression: freeing an endpoint in whose accept a thread waited left it open, and its port in use. */
+static void freed_in_mid_accept(void) {
+    char address[64];
+    ferrywire_options *options;
+    ferrywire_endpoint *end, *again;
+    pthread_t thread;
+    OK(ferrywire_options_new(&options));
+    OK(ferrywire_options_listen(options, "127.0.0.1:0"));
+    OK(ferrywire_endpoint_open(options, &end));
+    OK(ferrywire_endpoint_address(end, address, sizeof address, NULL));
+    CHECK(pthread_create(&thread, NULL, accepts, end) == 0);
+    while (accepting == 0) sched_yield();
+    /* The thread probably waits by then; the port is free in any case. */
+    usleep(100000);
+    OK(ferrywire_endpoint_free(end));
+    OK(ferrywire_options_listen(options, address));
+    OK(ferrywire_endpoint_open(options, &again));
+    CHECK(pthread_join(thread, NULL) == 0);
+    OK(ferrywire_endpoint_free(again));
+    OK(ferrywire_options_free(options));
+}
+
 int main(void) {
     struct pair pair = connected();
     nulls(pair);
@@ -315,6 +347,7 @@ int main(void) {
     forked(pair);
     forked_beside_notifications(pair);
     forked_in_mid_call(pair);
+    freed_in_mid_accept();
 
     /* After closing: errors say so, and handles can be freed in any order. */
     ferrywire_region *region;

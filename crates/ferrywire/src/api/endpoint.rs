@@ -562,7 +562,17 @@ impl Endpoint {
     /// before posted transfers had finished. Everything is closed in any case.
     pub fn close(&self, timeout: Duration) -> Result<()> {
         self.check_process()?;
-        self.inner.close(timeout)
+        self.inner.close(Some(timeout))
+    }
+
+    /// Closes the endpoint as dropping it does, although other references are left, or waits for the close under way.
+    ///
+    /// # Errors
+    /// As [`Endpoint::close`]; `Error::Usage` in a forked child of the endpoint's process.
+    #[doc(hidden)]
+    pub fn close_as_dropped(&self) -> Result<()> {
+        self.check_process()?;
+        self.inner.close(None)
     }
 }
 
@@ -631,11 +641,11 @@ impl Inner {
         }
     }
 
-    fn close(&self, timeout: Duration) -> Result<()> {
+    fn close(&self, timeout: Option<Duration>) -> Result<()> {
         if self.context().closing.swap(true, Ordering::SeqCst) {
-            return self.closed_elsewhere(timeout);
+            return self.closed_elsewhere(timeout.unwrap_or(limits::DRAIN_TIMEOUT));
         }
-        let outcome = self.finish(Some(timeout));
+        let outcome = self.finish(timeout);
         *self.closed.lock().unwrap_or_else(PoisonError::into_inner) = Some(outcome.clone());
         self.closes.notify_all();
         outcome
