@@ -161,11 +161,13 @@ impl Endpoint {
             let why = format!("{encryption:?} is not off, preferred or required");
             return Err(usage(py, "encryption", &why));
         };
+        // The answer of a name server may take long.
+        let listen = listen.map(|address| aside(py, move || address.resolve_here())).transpose()?;
         let built = py.detach(move || {
             let mut builder = ferrywire::Endpoint::builder().crc(crc);
             builder = builder.encryption(encryption).keyed_checksum(keyed_checksum);
             if let Some(address) = listen {
-                builder = builder.listen(address.resolve_here()?);
+                builder = builder.listen(address);
             }
             if let Some(secret) = secret {
                 builder = builder.secret(secret);

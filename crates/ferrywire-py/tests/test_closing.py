@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from conftest import LIMIT, Pair, Program
@@ -172,6 +173,38 @@ def test_ctrl_c_ends_connecting_deregistering_and_closing(program: type[Program]
             assert peer.line() == "accepted"
             other.tell("go on")
             assert other.end() == f"stopped\nstopped\nregion: the region is deregistered\nstopped\n{CLOSED}\nstopped\n"
+
+
+# A host whose name server does not answer.
+UNANSWERED = """
+import ctypes, fcntl, os, signal, socket, struct, sys, threading
+NEWUSER, NEWNS, NEWNET, BIND, SET_FLAGS, UP = 0x10000000, 0x20000, 0x40000000, 4096, 0x8914, 1
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.unshare(NEWUSER | NEWNS | NEWNET) == 0, os.strerror(ctypes.get_errno())
+if os.path.exists("/etc/resolv.conf"):
+    mounted = libc.mount(sys.argv[1].encode(), os.path.realpath("/etc/resolv.conf").encode(), None, BIND, None)
+    assert mounted == 0, os.strerror(ctypes.get_errno())
+server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+fcntl.ioctl(server, SET_FLAGS, struct.pack("16sh", b"lo", UP))
+server.bind(("127.0.0.1", 53))
+import ferrywire as fw
+signal.signal(signal.SIGINT, signal.default_int_handler)
+def interrupts():
+    server.recv(1000)
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Thread(target=interrupts, daemon=True).start()
+try: fw.Endpoint("a-host.example:0")
+except KeyboardInterrupt: print("stopped", flush=True)
+server.close()
+"""
+
+
+# Regression: Ctrl-C was noticed when the name server's time was over.
+def test_ctrl_c_ends_the_look_up_of_the_address_to_listen_on(program: type[Program], tmp_path: Path):
+    conf = tmp_path / "resolv.conf"
+    conf.write_text("nameserver 127.0.0.1\noptions timeout:30 attempts:5\n")
+    with program(UNANSWERED, str(conf)) as other:
+        assert other.end() == "stopped\n"
 
 
 @pytest.mark.parametrize("what", ["a region", "what is shared"])
