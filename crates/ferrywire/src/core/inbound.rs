@@ -359,12 +359,17 @@ pub(crate) fn place(message: &Message, op: &Op) -> bool {
     placed.is_ok()
 }
 
+/// The error of a receive whose memory was taken back before its message was placed.
+pub(crate) fn taken_back() -> Error {
+    Error::invalid("region", "the region was deregistered before the message came")
+}
+
 fn write(message: &Message, op: &Op, memory: &Memory) -> Result<(), Error> {
     // The operation has held the memory since it was posted. A caller that takes user-owned memory back after
     // this check waits for the operation; for engine-owned memory it waits for `_call`.
     let _call = memory.call();
     if memory.taken_back() {
-        return Err(Error::invalid("region", "the region was deregistered before the message came"));
+        return Err(taken_back());
     }
     let mut rest = &message.bytes[..];
     for piece in op.pieces.as_slice() {

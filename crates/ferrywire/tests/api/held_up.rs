@@ -581,3 +581,47 @@ fn memory_of_a_stalled_gpu_is_not_touched_when_its_region_is_dropped() {
     assert!(write.wait(LIMIT).is_err());
     assert_eq!(gpu.read_to_vec(buffer.address(), BYTES).unwrap(), [0; BYTES]);
 }
+
+/// Regression: the copy was stopped, and the channel was lost although it did not touch the memory.
+#[test]
+fn memory_of_a_stalled_gpu_into_which_only_a_short_message_is_copied_costs_no_channel() {
+    let pair = pair();
+    // No other test's.
+    let gpu = SimGpu::open(13).unwrap();
+    let buffer = gpu.alloc(4096, 4096).unwrap();
+    // SAFETY: the buffer stays until the end.
+    let target = unsafe { pair.ends[1].register_raw(buffer.as_ptr(), 4096) }.unwrap();
+    let source = pair.ends[0].register(vec![7; 4096]).unwrap();
+    gpu.set_stall(true);
+    let receive = pair.far.recv(1, &target, 0, 4096).unwrap();
+    pair.near.send(1, &source, 0, 4096).unwrap().wait(LIMIT).unwrap();
+    drop(target);
+    assert!(matches!(receive.wait(LIMIT), Err(TransferError::Invalid { .. })), "{:?}", receive.poll());
+    gpu.set_stall(false);
+    let other = pair.ends[1].alloc_host(4096).unwrap();
+    assert_eq!(pair.far.recv(1, &other, 0, 4096).unwrap().wait(LIMIT), Ok(4096));
+    pair.near.write(&source, 0, &other.descriptor(), 0, 4096).unwrap().wait(LIMIT).unwrap();
+    assert_eq!(gpu.read_to_vec(buffer.address(), 4096).unwrap(), [0; 4096]);
+    assert_eq!(pair.far.stats().lost_channels, [""; 0]);
+}
+
+/// Regression: each receive of the message's tag failed in turn, as if its memory had been deregistered.
+#[test]
+fn receives_of_a_peer_that_ends_beside_a_stalled_gpu_fail_with_the_peers_error() {
+    let pair = pair();
+    // No other test's.
+    let gpu = SimGpu::open(14).unwrap();
+    let [on_gpu, host] = [pair.ends[0].alloc_sim(14, 4096).unwrap(), pair.ends[0].alloc_host(4096).unwrap()];
+    let source = pair.ends[1].register(vec![7; 4096]).unwrap();
+    gpu.set_stall(true);
+    let receives = [(); 3].map(|()| pair.near.recv(1, &on_gpu, 0, 4096).unwrap());
+    pair.far.send(1, &source, 0, 4096).unwrap().wait(LIMIT).unwrap();
+    pair.ends[1].close(LIMIT).unwrap();
+    for receive in receives {
+        let ended = receive.wait(LIMIT);
+        assert!(matches!(ended, Err(TransferError::PeerClosed { .. })), "{ended:?}");
+    }
+    // The message has arrived, so it can be received.
+    assert_eq!(pair.near.recv(1, &host, 0, 4096).unwrap().wait(LIMIT), Ok(4096));
+    gpu.set_stall(false);
+}

@@ -334,7 +334,10 @@ impl Link {
         }
         let since = *self.placing_since.get_or_insert(now);
         if now.saturating_sub(since) > limits::GPU_ABANDON_TIMEOUT {
-            self.peer.messages.cut(&|_| true);
+            // Else a message that is given back matches the next receive, and is copied to the GPU that stands still.
+            let error = self.peer.gone();
+            self.peer.end_receives(&error);
+            self.peer.messages.cut(&|_| true, &error);
         }
         false
     }

@@ -208,7 +208,7 @@ impl Channel {
             }
         }
         let touched = self.payload.abandon(&gone);
-        Touched { gpu: touched.gpu.or_else(|| self.peer.messages.touched(&gone)), ..touched }
+        Touched { gpu: touched.gpu.or_else(|| self.peer.messages.abandon(&gone)), ..touched }
     }
 
     /// Records a socket call for a trace, if its duration was measured.

@@ -9,7 +9,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use crate::core::context::Context;
-use crate::core::inbound::{Inbound, Sink};
+use crate::core::inbound::{Inbound, Sink, taken_back};
 use crate::core::operation::{Hold, Op, Owner, Verb};
 use crate::core::queue::{Entry, SMALL_BYTES_MAX, SendQueue};
 use crate::core::sleeper::Sleeper;
@@ -620,7 +620,7 @@ impl PeerState {
     /// Ends a receive without the message that has begun to arrive: its memory is to be released.
     pub fn end_without_message(&self, op: &Arc<Op>) {
         if op.memory.as_ref().is_some_and(|memory| memory.taken_back()) {
-            op.fail(Error::invalid("region", "the region was deregistered before the message came"));
+            op.fail(taken_back());
         }
         self.end_sink(op);
     }
@@ -641,17 +641,22 @@ impl PeerState {
         for op in self.stream_queue.close().into_iter().chain(self.queue.close()) {
             self.fail_with_peer(&op, &error);
         }
-        for op in self.inbound.close(&error) {
-            // An operation that had failed or was cancelled is not in this list.
-            if op.verb() == Verb::Read {
-                self.life.unfinished.store(true, Ordering::SeqCst);
-            }
-        }
+        self.end_receives(&error);
         let ours = self.in_flight.operations() > self.in_flight.answers();
         if ours && self.life.stuck.load(Ordering::SeqCst) {
             self.life.unfinished.store(true, Ordering::SeqCst);
         }
         self.life.over.store(true, Ordering::SeqCst);
+    }
+
+    /// Fails what waits for bytes of a doomed peer. Messages that have arrived can still be received.
+    pub fn end_receives(&self, error: &Error) {
+        for op in self.inbound.close(error) {
+            // An operation that had failed or was cancelled is not in this list.
+            if op.verb() == Verb::Read {
+                self.life.unfinished.store(true, Ordering::SeqCst);
+            }
+        }
     }
 
     /// Fails an operation because the peer has ended. An answer to the peer's read, or a receive, does not

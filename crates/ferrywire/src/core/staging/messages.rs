@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use super::Hung;
 use super::copier::{Run, Way};
 use super::pipeline::Pipeline;
-use crate::core::inbound::Sink;
+use crate::core::inbound::{Sink, taken_back};
 use crate::core::operation::Hold;
 use crate::core::peer::Landing;
 use crate::error::{Error, Result};
@@ -33,12 +33,17 @@ pub(crate) struct Messages {
 
 #[derive(Default)]
 struct State {
-    lines: Vec<Pipeline>,
+    lines: Vec<Line>,
     copying: Vec<Copying>,
-    waiting: VecDeque<Letter>,
     /// Messages that could not be copied.
     lost: Vec<(Letter, Error)>,
     is_closed: bool,
+}
+
+/// The way to one GPU, and the messages that wait for room in its ring.
+struct Line {
+    pipeline: Pipeline,
+    waiting: VecDeque<Letter>,
 }
 
 /// A message and the receive that it has matched.
@@ -61,7 +66,6 @@ struct Copying {
 
 /// The ring span through which a message is copied, and the marks of its copy.
 struct Started {
-    line: usize,
     offset: usize,
     first: u64,
     mark: u64,
@@ -104,7 +108,7 @@ impl Messages {
         let letter = Letter { message, landing, _call: call };
         match gone {
             true => state.lost.push((letter, taken_back())),
-            false => state.waiting.push_back(letter),
+            false => state.line_of(&letter).waiting.push_back(letter),
         }
         let is_only = !self.any.swap(true, Ordering::SeqCst);
         if is_only {
@@ -117,7 +121,7 @@ impl Messages {
     /// Takes no more messages, if none is left. Returns whether it is so.
     pub fn close(&self) -> bool {
         let mut state = self.lock();
-        state.is_closed = state.copying.is_empty() && state.waiting.is_empty() && state.lost.is_empty();
+        state.is_closed = !state.goes_on() && state.lost.is_empty();
         state.is_closed
     }
 
@@ -132,7 +136,7 @@ impl Messages {
         state.begin();
         self.count(&state);
         ended.extend(state.lost.drain(..).map(|(letter, error)| (letter, Some(error))));
-        self.any.store(!(state.copying.is_empty() && state.waiting.is_empty()), Ordering::Release);
+        self.any.store(state.goes_on(), Ordering::Release);
         ended
     }
 
@@ -141,18 +145,21 @@ impl Messages {
         self.pinned_bytes.load(Ordering::Relaxed)
     }
 
-    /// A GPU that may still copy to memory for which `gone` is true.
-    pub fn touched(&self, gone: &dyn Fn(&Landing) -> bool) -> Option<MemoryLocation> {
+    /// Gives up the messages that wait for memory for which `gone` is true: the next poll reports them as lost. Returns a GPU
+    /// that may still copy to such memory.
+    pub fn abandon(&self, gone: &dyn Fn(&Landing) -> bool) -> Option<MemoryLocation> {
         if !self.any() {
             return None;
         }
-        let state = self.lock();
+        let mut state = self.lock();
+        state.lose_waiting(gone, &taken_back());
         let touches = |copying: &&Copying| gone(&copying.letter.landing);
-        state.copying.iter().find(touches).map(|copying| state.lines[copying.line].location)
+        state.copying.iter().find(touches).map(|copying| state.lines[copying.line].pipeline.location)
     }
 
-    /// Stops all copies to memory for which `gone` is true: the next poll reports these messages as lost.
-    pub fn cut(&self, gone: &dyn Fn(&Landing) -> bool) {
+    /// Stops all copies to memory for which `gone` is true: the next poll reports these messages as lost, for the reason
+    /// `error`.
+    pub fn cut(&self, gone: &dyn Fn(&Landing) -> bool, error: &Error) {
         if !self.any() {
             return;
         }
@@ -164,7 +171,7 @@ impl Messages {
         let (stopped, goes_on): (Vec<_>, Vec<_>) = all.into_iter().partition(|each| cut.contains(&each.line));
         state.copying = goes_on;
         for line in cut {
-            let unfinished = state.lines[line].end();
+            let unfinished = state.lines[line].pipeline.end();
             let touched =
                 stopped.iter().filter(|each| each.line == line).map(|each| each.letter.landing.clone());
             Hung::of(unfinished.into_iter().collect(), Vec::new(), touched.collect())
@@ -172,20 +179,17 @@ impl Messages {
                 .for_each(Hung::leave);
         }
         for Copying { letter, line, offset, .. } in stopped.into_iter().rev() {
-            state.lines[line].ring.give_back_at(offset);
+            state.lines[line].pipeline.ring.give_back_at(offset);
             match gone(&letter.landing) {
-                true => state.lost.push((letter, taken_back())),
-                false => state.waiting.push_front(letter),
+                true => state.lost.push((letter, error.clone())),
+                false => state.lines[line].waiting.push_front(letter),
             }
         }
-        let waiting = std::mem::take(&mut state.waiting);
-        let (gone, waits): (VecDeque<_>, _) = waiting.into_iter().partition(|each| gone(&each.landing));
-        state.waiting = waits;
-        state.lost.extend(gone.into_iter().map(|letter| (letter, taken_back())));
+        state.lose_waiting(gone, error);
     }
 
     fn count(&self, state: &State) {
-        let bytes = state.lines.iter().map(Pipeline::pinned_bytes).sum();
+        let bytes = state.lines.iter().map(|line| line.pipeline.pinned_bytes()).sum();
         self.pinned_bytes.store(bytes, Ordering::Relaxed);
     }
 
@@ -194,33 +198,81 @@ impl Messages {
     }
 }
 
-fn taken_back() -> Error {
-    Error::invalid("region", "the region was deregistered before the message came")
-}
-
 impl State {
-    /// Starts the copies of messages that wait, as far as there is room.
-    fn begin(&mut self) {
-        while let Some(letter) = self.waiting.pop_front() {
-            match self.begin_one(&letter) {
-                Ok(Some(Started { line, offset, first, mark })) => {
-                    self.copying.push(Copying { letter, line, offset, first, mark, failed: None });
-                }
-                Ok(None) => {
-                    self.waiting.push_front(letter);
-                    break;
-                }
-                Err(error) => self.lost.push((letter, error)),
-            }
-        }
-        self.lines.iter_mut().for_each(Pipeline::flush);
+    /// Whether messages wait or are copied.
+    fn goes_on(&self) -> bool {
+        !self.copying.is_empty() || self.lines.iter().any(|line| !line.waiting.is_empty())
     }
 
+    /// The line to the GPU of a message's receive.
+    fn line_of(&mut self, letter: &Letter) -> &mut Line {
+        let location = letter.landing.memory().map_or(MemoryLocation::Host, |memory| memory.location());
+        let known = self.lines.iter().position(|line| line.pipeline.location == location);
+        let index = known.unwrap_or_else(|| {
+            let pipeline = Pipeline::with_ring(location, Way::In, limits::STAGING_MESSAGES_RING_BYTES);
+            self.lines.push(Line { pipeline, waiting: VecDeque::new() });
+            self.lines.len() - 1
+        });
+        &mut self.lines[index]
+    }
+
+    /// Moves messages that wait for memory for which `gone` is true to the lost ones.
+    fn lose_waiting(&mut self, gone: &dyn Fn(&Landing) -> bool, error: &Error) {
+        for line in &mut self.lines {
+            let waiting = std::mem::take(&mut line.waiting);
+            let (gone, waits): (VecDeque<_>, _) = waiting.into_iter().partition(|each| gone(&each.landing));
+            line.waiting = waits;
+            self.lost.extend(gone.into_iter().map(|letter| (letter, error.clone())));
+        }
+    }
+
+    /// Starts the copies of messages that wait, as far as there is room.
+    fn begin(&mut self) {
+        for (at, line) in self.lines.iter_mut().enumerate() {
+            while let Some(letter) = line.waiting.pop_front() {
+                match line.begin_one(&letter) {
+                    Ok(Some(Started { offset, first, mark })) => {
+                        self.copying.push(Copying { letter, line: at, offset, first, mark, failed: None });
+                    }
+                    Ok(None) => {
+                        line.waiting.push_front(letter);
+                        break;
+                    }
+                    Err(error) => self.lost.push((letter, error)),
+                }
+            }
+            line.pipeline.flush();
+        }
+    }
+
+    /// Removes the messages whose copies have ended.
+    fn ended(&mut self) -> Vec<(Letter, Option<Error>)> {
+        for line in &mut self.lines {
+            line.pipeline.poll();
+        }
+        for each in &mut self.copying {
+            if let Some(error) = self.lines[each.line].pipeline.lost(each.first..=each.mark) {
+                each.failed.get_or_insert_with(|| error.clone());
+            }
+        }
+        self.lines.iter_mut().for_each(|line| line.pipeline.settle());
+        let lines = &mut self.lines;
+        let over = self.copying.extract_if(.., |each| lines[each.line].pipeline.done(each.mark));
+        let over: Vec<Copying> = over.collect();
+        for each in &over {
+            self.lines[each.line].pipeline.ring.give_back_at(each.offset);
+        }
+        over.into_iter().map(|each| (each.letter, each.failed)).collect()
+    }
+}
+
+impl Line {
     /// Starts the copy of a message. Returns `None` if there is no room.
     fn begin_one(&mut self, letter: &Letter) -> Result<Option<Started>> {
-        let (line, base) = self.line(letter)?;
+        let pipeline = &mut self.pipeline;
+        letter.landing.memory().into_iter().for_each(|memory| pipeline.wait_for_late_copies(memory));
+        let base = pipeline.prepare()?;
         let bytes = letter.message.bytes.len();
-        let pipeline = &mut self.lines[line];
         let Some(offset) = pipeline.ring.take(bytes) else { return Ok(None) };
         let mut host = base + offset;
         // SAFETY: the span of the ring has this length, and no copy uses it.
@@ -245,38 +297,7 @@ impl State {
         }
         let mark = pipeline.next_mark();
         pipeline.end_part();
-        Ok(Some(Started { line, offset, first, mark }))
-    }
-
-    /// Index of the pipeline to the GPU of a message's receive, and the address of its ring.
-    fn line(&mut self, letter: &Letter) -> Result<(usize, usize)> {
-        let location = letter.landing.memory().map_or(MemoryLocation::Host, |memory| memory.location());
-        let line = self.lines.iter().position(|line| line.location == location).unwrap_or_else(|| {
-            self.lines.push(Pipeline::with_ring(location, Way::In, limits::STAGING_MESSAGES_RING_BYTES));
-            self.lines.len() - 1
-        });
-        letter.landing.memory().into_iter().for_each(|memory| self.lines[line].wait_for_late_copies(memory));
-        Ok((line, self.lines[line].prepare()?))
-    }
-
-    /// Removes the messages whose copies have ended.
-    fn ended(&mut self) -> Vec<(Letter, Option<Error>)> {
-        for line in &mut self.lines {
-            line.poll();
-        }
-        for each in &mut self.copying {
-            if let Some(error) = self.lines[each.line].lost(each.first..=each.mark) {
-                each.failed.get_or_insert_with(|| error.clone());
-            }
-        }
-        self.lines.iter_mut().for_each(Pipeline::settle);
-        let lines = &mut self.lines;
-        let over = self.copying.extract_if(.., |each| lines[each.line].done(each.mark));
-        let over: Vec<Copying> = over.collect();
-        for each in &over {
-            self.lines[each.line].ring.give_back_at(each.offset);
-        }
-        over.into_iter().map(|each| (each.letter, each.failed)).collect()
+        Ok(Some(Started { offset, first, mark }))
     }
 }
 
@@ -325,7 +346,7 @@ mod tests {
         (0..MESSAGES).for_each(|number| add(&messages, &mut inbox, number, &memory, 1));
         let counts = || {
             let state = messages.lock();
-            (state.copying.len(), state.waiting.len(), state.lines[0].calls())
+            (state.copying.len(), state.lines[0].waiting.len(), state.lines[0].pipeline.calls())
         };
         let (copying, waiting, calls) = counts();
         assert_eq!((copying, waiting), (1, MESSAGES as usize - 1));
@@ -359,10 +380,10 @@ mod tests {
         assert!(messages.any() && messages.poll().is_empty());
         assert!(messages.pinned_bytes() >= limits::STAGING_MESSAGES_RING_BYTES);
         let is_gone = |landing: &Landing| landing.memory().is_some_and(|memory| Arc::ptr_eq(memory, &gone));
-        assert_eq!(messages.touched(&is_gone), Some(MemoryLocation::SimGpu(ALONE)));
+        assert_eq!(messages.abandon(&is_gone), Some(MemoryLocation::SimGpu(ALONE)));
 
-        messages.cut(&is_gone);
-        assert_eq!(messages.touched(&is_gone), None);
+        messages.cut(&is_gone, &taken_back());
+        assert_eq!(messages.abandon(&is_gone), None);
         let (mut lost, mut placed, start) = (Vec::new(), Vec::new(), Instant::now());
         gpu.set_stall(false);
         while messages.any() {
@@ -378,7 +399,63 @@ mod tests {
         assert_eq!((lost, placed), (all(0), all(1)), "the others in their order");
         assert_eq!(contents(&gone), [0; BYTES]);
         assert_eq!(contents(&kept), [2 + IN_RING as u8; BYTES]);
-        messages.cut(&|_| true);
+        messages.cut(&|_| true, &taken_back());
         assert!(messages.poll().is_empty());
+    }
+
+    /// Regression: a message that waited for room in the ring was copied to memory that its user had freed meanwhile.
+    #[test]
+    fn a_message_that_waits_for_memory_that_is_taken_back_is_lost() {
+        let (_alone, gpu) = (alone(), SimGpu::open(ALONE).unwrap());
+        let memory = || Memory::private_on(&Gpu::Sim(gpu.clone()), BYTES).unwrap();
+        let [kept, gone] = [memory(), memory()];
+        let (messages, mut inbox) = (Messages::default(), Inbox::default());
+        gpu.set_stall(true);
+        (0..IN_RING).for_each(|number| add(&messages, &mut inbox, number, &kept, 1));
+        add(&messages, &mut inbox, IN_RING, &gone, 2);
+        assert!(messages.poll().is_empty());
+        gone.take_back();
+        assert_eq!(
+            messages.abandon(&|landing| landing.memory().is_some_and(|it| Arc::ptr_eq(it, &gone))),
+            None
+        );
+        let lost: Vec<_> =
+            messages.poll().into_iter().map(|(letter, error)| (letter.op().unwrap().id, error)).collect();
+        assert_eq!(lost, [(IN_RING, Some(taken_back()))], "its GPU is not waited for");
+        gpu.set_stall(false);
+        let start = Instant::now();
+        while messages.any() {
+            assert!(messages.poll().iter().all(|(_, error)| error.is_none()));
+            assert!(start.elapsed() < Duration::from_secs(60));
+        }
+        assert_eq!((contents(&kept), contents(&gone)), (vec![1; BYTES], vec![0; BYTES]));
+    }
+
+    /// Regression: messages for one GPU waited until another one, whose ring was full, had copied.
+    #[test]
+    fn a_gpu_that_stands_still_does_not_delay_messages_for_another() {
+        let _alone = alone();
+        let [still, other] = [ALONE, ALONE - 1].map(|number| SimGpu::open(number).unwrap());
+        let memory = |gpu: &Arc<SimGpu>| Memory::private_on(&Gpu::Sim(gpu.clone()), BYTES).unwrap();
+        let (behind, placed) = (memory(&still), memory(&other));
+        let (messages, mut inbox) = (Messages::default(), Inbox::default());
+        still.set_stall(true);
+        (0..IN_RING + 1).for_each(|number| add(&messages, &mut inbox, number, &behind, 1));
+        add(&messages, &mut inbox, IN_RING + 1, &placed, 2);
+        let start = Instant::now();
+        let ended = loop {
+            let ended: Vec<_> = messages.poll().iter().map(|(letter, _)| letter.op().unwrap().id).collect();
+            if !ended.is_empty() {
+                break ended;
+            }
+            assert!(start.elapsed() < Duration::from_secs(60));
+        };
+        assert_eq!((ended, contents(&placed)), (vec![IN_RING + 1], vec![2; BYTES]));
+        still.set_stall(false);
+        while messages.any() {
+            messages.poll();
+            assert!(start.elapsed() < Duration::from_secs(60));
+        }
+        assert_eq!(contents(&behind), [1; BYTES]);
     }
 }

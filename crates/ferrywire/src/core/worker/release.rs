@@ -8,6 +8,7 @@ use super::Worker;
 use super::engine::{ProgressEngine, Slot};
 use super::quiesce::{Abandoning, Closed};
 use crate::core::context::Context;
+use crate::core::inbound::taken_back;
 use crate::core::operation::Op;
 use crate::core::queue::DROPPED;
 use crate::error::Error;
@@ -60,12 +61,17 @@ impl ProgressEngine {
             let (mut lane, mut gpu) = (false, None);
             for place in 0..self.slots.len() {
                 let Some(slot) = &mut self.slots[place] else { continue };
-                let touched = slot.channel.abandon(&request.gone);
+                let mut touched = slot.channel.abandon(&request.gone);
                 worker.step();
+                if touched.gpu.is_some() && cut {
+                    // If only copies of short messages touch the memory, the channel stays.
+                    slot.channel.peer.messages.cut(&*request.gone, &taken_back());
+                    touched = slot.channel.abandon(&request.gone);
+                }
                 if slot.channel.lane_sends_what_is_gone() {
                     self.lose(worker, context, place, SENDS_DROPPED);
                 } else if (touched.lane && late) || (touched.gpu.is_some() && cut) {
-                    slot.channel.peer.messages.cut(&*request.gone);
+                    slot.channel.peer.messages.cut(&*request.gone, &taken_back());
                     let why = "the user freed memory into which a message was being received";
                     self.lose(worker, context, place, why);
                 } else if touched.lane || touched.gpu.is_some() {
