@@ -96,9 +96,13 @@ impl Context {
     ///
     /// # Errors
     /// [`Error::UnsupportedMemory`] if the payload cannot reach the memory.
+    #[inline]
     pub fn check_reach(&self, location: MemoryLocation, side: &'static str) -> Result<()> {
+        if location == MemoryLocation::Host { Ok(()) } else { self.check_reach_of_gpu(location, side) }
+    }
+
+    fn check_reach_of_gpu(&self, location: MemoryLocation, side: &'static str) -> Result<()> {
         let is_reached = match &self.backend {
-            _ if location == MemoryLocation::Host => true,
             Some(backend) => backend.gpu() == Some(location),
             None => Gpu::opened(location).is_ok(),
         };

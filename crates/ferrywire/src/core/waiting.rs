@@ -88,13 +88,18 @@ impl WaitList {
     }
 
     /// Wakes all waiters and empties the list. Without waiters this costs one atomic load.
+    #[inline]
     pub fn wake(&self) {
         if self.any.load(Ordering::SeqCst) {
-            let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
-            self.any.store(false, Ordering::SeqCst);
-            let waiting = std::mem::take(&mut *list);
-            drop(list);
-            waiting.iter().for_each(WakeHandle::wake);
+            self.wake_all();
         }
+    }
+
+    fn wake_all(&self) {
+        let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+        self.any.store(false, Ordering::SeqCst);
+        let waiting = std::mem::take(&mut *list);
+        drop(list);
+        waiting.iter().for_each(WakeHandle::wake);
     }
 }

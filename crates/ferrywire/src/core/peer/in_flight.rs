@@ -40,21 +40,29 @@ impl InFlight {
     /// Counts an operation that begins. `lone_bytes` is the longest one that is no bulk while it is alone.
     pub fn begun(&self, op: &Op, lone_bytes: u64) {
         let bytes = self.bytes.fetch_add(op.bytes_to_cut(), Ordering::SeqCst) + op.bytes_to_cut();
-        match op.verb() {
-            Verb::Recv => _ = self.receives.fetch_add(1, Ordering::SeqCst),
-            _ => _ = self.operations.fetch_add(1, Ordering::SeqCst),
-        }
-        if op.verb() == Verb::Serve {
+        let verb = op.verb();
+        let others = match verb {
+            Verb::Recv => self.receives.fetch_add(1, Ordering::SeqCst) + self.operations(),
+            _ => self.operations.fetch_add(1, Ordering::SeqCst) + self.receives.load(Ordering::SeqCst),
+        };
+        if verb == Verb::Serve {
             self.answers.fetch_add(1, Ordering::Relaxed);
         }
-        if is_long(op) {
-            self.long.fetch_add(1, Ordering::Relaxed);
-        }
-        let is_lone = self.is_alone() && bytes <= lone_bytes;
+        let is_lone = others == 0 && bytes <= lone_bytes;
         if self.began_lone.load(Ordering::Relaxed) != is_lone {
             self.began_lone.store(is_lone, Ordering::Relaxed);
         }
-        if bytes >= BULK_BYTES && !is_lone && !self.is_bulk.load(Ordering::SeqCst) {
+        if bytes >= BULK_BYTES {
+            self.begun_much(op, is_lone);
+        }
+    }
+
+    /// Counts an operation that begins, once many bytes are in flight with it.
+    fn begun_much(&self, op: &Op, is_lone: bool) {
+        if is_long(op) {
+            self.long.fetch_add(1, Ordering::Relaxed);
+        }
+        if !is_lone && !self.is_bulk.load(Ordering::SeqCst) {
             self.is_bulk.store(true, Ordering::SeqCst);
         }
     }

@@ -270,7 +270,7 @@ impl PeerState {
 
     /// The number of the home worker.
     pub fn home_index(&self) -> usize {
-        self.home.load(Ordering::Relaxed) % self.context.sleepers.len()
+        self.home.load(Ordering::Relaxed)
     }
 
     /// Chooses the home worker again after channels came or went: the worker of the first live channel.
