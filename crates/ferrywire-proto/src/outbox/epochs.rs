@@ -21,62 +21,67 @@ const CLOSED: u64 = 1;
 /// Counter step for one operation.
 const OPERATION: u64 = 2;
 
-/// Counts the unfinished operations of an epoch, and notes whether a notification waits for them.
+/// Counts the operations that have left an epoch, and from its closing on those that have not, from below zero upwards. So
+/// the thread that posts does not write what the threads write that end operations.
 #[derive(Debug, Default)]
 pub struct Epoch(AtomicU64);
 
 impl Epoch {
-    fn join(&self) {
-        let before = self.0.fetch_add(OPERATION, Ordering::Relaxed);
-        debug_assert!(before & CLOSED == 0, "an operation joins an epoch that is closed");
-    }
-
-    /// Removes an operation that has ended. Returns true if it was the last and a notification waits: the
+    /// Removes operations that have ended. Returns true if the last was among them and a notification waits: the
     /// caller must then call [`Outbox::release_notifications`](super::Outbox::release_notifications).
     #[must_use]
-    pub fn leave(&self) -> bool {
-        self.0.fetch_sub(OPERATION, Ordering::AcqRel) == OPERATION | CLOSED
+    pub fn leave(&self, operations: u64) -> bool {
+        let step = operations * OPERATION;
+        self.0.fetch_add(step, Ordering::AcqRel).wrapping_add(step) == CLOSED
     }
 
-    /// Marks that a notification waits. The single counter decides: either the caller finds the epoch empty,
+    /// Marks that a notification waits. The single counter decides: either the caller finds the epoch over,
     /// or the last `leave` returns true.
-    fn close(&self) {
-        self.0.fetch_or(CLOSED, Ordering::AcqRel);
+    fn close(&self, joined: u64) {
+        self.0.fetch_add(CLOSED.wrapping_sub(joined * OPERATION), Ordering::AcqRel);
     }
 
-    fn is_empty(&self) -> bool {
-        self.0.load(Ordering::Acquire) < OPERATION
+    /// Whether all operations of a closed epoch have left.
+    fn is_over(&self) -> bool {
+        self.0.load(Ordering::Acquire) == CLOSED
+    }
+
+    /// Whether all of `joined` operations have left an open epoch.
+    fn is_empty(&self, joined: u64) -> bool {
+        self.0.load(Ordering::Acquire) == joined * OPERATION
     }
 }
 
 #[derive(Debug)]
 pub(super) struct Epochs<O> {
     open: Arc<Epoch>,
+    /// Number of operations that have joined the open epoch.
+    joined: u64,
     /// Closed epochs, oldest first, each with the notification that waits for it.
     closed: VecDeque<(Arc<Epoch>, O)>,
 }
 
 impl<O> Default for Epochs<O> {
     fn default() -> Epochs<O> {
-        Epochs { open: Arc::default(), closed: VecDeque::new() }
+        Epochs { open: Arc::default(), joined: 0, closed: VecDeque::new() }
     }
 }
 
 impl<O> Epochs<O> {
     /// Adds an operation to the open epoch; it must leave at its end.
     pub fn join(&mut self) -> Arc<Epoch> {
-        self.open.join();
+        self.joined += 1;
         self.open.clone()
     }
 
     /// Takes a standalone notification; returns it if it may be sent at once, else keeps it for
     /// [`Epochs::next`].
     pub fn post(&mut self, notification: O) -> Option<O> {
-        if self.closed.is_empty() && self.open.is_empty() {
+        if self.closed.is_empty() && self.open.is_empty(self.joined) {
             return Some(notification);
         }
         let epoch = mem::take(&mut self.open);
-        epoch.close();
+        epoch.close(mem::take(&mut self.joined));
         self.closed.push_back((epoch, notification));
         // The last operation may have left before `close`.
         self.next()
@@ -84,7 +89,7 @@ impl<O> Epochs<O> {
 
     /// Takes the next notification that may be sent.
     pub fn next(&mut self) -> Option<O> {
-        let (_, notification) = self.closed.pop_front_if(|(epoch, _)| epoch.is_empty())?;
+        let (_, notification) = self.closed.pop_front_if(|(epoch, _)| epoch.is_over())?;
         Some(notification)
     }
 
@@ -95,7 +100,7 @@ impl<O> Epochs<O> {
 
     #[cfg(test)]
     pub fn is_idle(&self) -> bool {
-        self.closed.is_empty() && self.open.is_empty()
+        self.closed.is_empty() && self.open.is_empty(self.joined)
     }
 }
 
@@ -117,7 +122,7 @@ mod tests {
         let leaving = thread::spawn(move || {
             for epoch in left {
                 both.wait();
-                reported.send(epoch.leave()).expect("it is heard");
+                reported.send(epoch.leave(1)).expect("it is heard");
             }
         });
         for round in 0..ROUNDS {
@@ -142,15 +147,21 @@ mod tests {
         let second = epochs.join();
         assert_eq!(epochs.post(2), None);
         assert_eq!(epochs.post(3), None, "its own epoch is empty, and those before are not over");
-        assert!(second.leave());
+        assert!(second.leave(1));
         assert_eq!(epochs.next(), None);
-        assert!(first.leave());
+        assert!(first.leave(1));
         let released: Vec<_> = std::iter::from_fn(|| epochs.next()).collect();
         assert_eq!(released, [1, 2, 3]);
         // No notification waits for this epoch, so its last operation returns false.
         let [third, fourth] = [epochs.join(), epochs.join()];
-        assert!(!third.leave());
-        assert!(!fourth.leave());
+        assert!(!third.leave(1));
+        assert!(!fourth.leave(1));
         assert!(epochs.is_idle());
+        // Several may leave at once.
+        let last = [(); 3].map(|()| epochs.join());
+        assert!(!last[0].leave(2));
+        assert_eq!(epochs.post(4), None);
+        assert!(last[2].leave(1));
+        assert_eq!(epochs.next(), Some(4));
     }
 }

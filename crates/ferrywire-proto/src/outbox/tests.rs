@@ -46,7 +46,7 @@ fn write(id: u64, bytes: u64) -> Model {
 
 /// Ends an operation.
 fn leave(outbox: &mut Outbox<Model>, op: &Model) {
-    if op.0.epoch.borrow().as_ref().expect("it has joined one").leave() {
+    if op.0.epoch.borrow().as_ref().expect("it has joined one").leave(1) {
         outbox.release_notifications();
     }
 }

@@ -102,7 +102,7 @@ impl End {
                 self.outbox.short_reads_ended(1);
             }
         }
-        if facts.epoch.borrow().as_ref().is_some_and(|epoch| epoch.leave()) {
+        if facts.epoch.borrow().as_ref().is_some_and(|epoch| epoch.leave(1)) {
             self.outbox.release_notifications();
         }
         if let Some(parent) = &facts.parent {

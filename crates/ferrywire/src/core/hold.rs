@@ -43,6 +43,11 @@ impl<T: Held> Hold<T> {
         Hold(Arc::new(held))
     }
 
+    /// Whether no other token is left. None can come: only a token can be cloned.
+    pub fn is_last(&self) -> bool {
+        self.0.holds().is_one()
+    }
+
     /// Drops the token. If it is the last one, `finish` ends the object; where another is dropped at the same time,
     /// [`Held::finish`] may do so.
     pub fn drop_with(self, finish: impl FnOnce(&Arc<T>)) {

@@ -346,7 +346,7 @@ impl SendQueue {
     /// nothing waits for takes no lock.
     pub fn ended(&self, op: &Op) {
         let Some(epoch) = op.epoch.get() else { return };
-        let is_waited_for = epoch.leave();
+        let is_waited_for = epoch.leave(1);
         if op.was_asked() {
             if read_of(op).is_short {
                 if self.read_room.end_short() {
@@ -358,6 +358,16 @@ impl SendQueue {
         }
         if is_waited_for {
             self.change(Outbox::release_notifications);
+        }
+    }
+
+    /// Releases the notifications that waited only for these operations, which have ended. None of them is a read.
+    pub fn ended_together(&self, ops: &[Hold]) {
+        let epoch = |op: &Hold| op.epoch.get().map(Arc::as_ptr);
+        for joined in ops.chunk_by(|one, next| epoch(one) == epoch(next)) {
+            if joined[0].epoch.get().is_some_and(|epoch| epoch.leave(joined.len() as u64)) {
+                self.change(Outbox::release_notifications);
+            }
         }
     }
 

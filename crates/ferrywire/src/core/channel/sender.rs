@@ -66,6 +66,8 @@ pub(super) struct Sender {
     pub ends: VecDeque<u64>,
     /// Acknowledged frames whose memory the kernel still reads, with the stream position of their end.
     pub unreleased: VecDeque<(u64, Entry)>,
+    /// Operations of frames that the peer has placed, while an acknowledgement is handled.
+    placed: Vec<Hold>,
     /// Rest of an acknowledgement frame that is not sent completely.
     ack_frame: Vec<u8>,
     /// Passes without other work for which the acknowledgement that is due has waited for a copy.
@@ -229,11 +231,12 @@ impl Channel {
                 entry = finished;
             }
             if end <= released && sender.unreleased.is_empty() {
-                delivered(&self.peer, &mut entry, None);
+                sender.placed.extend(note_delivered(&self.peer, &mut entry, None));
             } else {
                 sender.unreleased.push_back((end, entry));
             }
         }
+        self.peer.end_operations(&mut sender.placed);
         self.conn.placed(placed);
         self.finish_released();
         self.publish_load();
@@ -251,10 +254,11 @@ impl Channel {
     /// thread that polls it does not sleep.
     pub fn read_notices(&mut self) {
         let released = self.conn.released();
-        let unreleased = &mut self.sender.unreleased;
+        let Sender { unreleased, placed, .. } = &mut self.sender;
         while let Some((_, mut entry)) = unreleased.pop_front_if(|(end, _)| *end <= released) {
-            delivered(&self.peer, &mut entry, None);
+            placed.extend(note_delivered(&self.peer, &mut entry, None));
         }
+        self.peer.end_operations(placed);
     }
 
     /// Whether the kernel took fewer bytes than offered, so that the channel waits until the socket is
@@ -545,6 +549,7 @@ impl Sender {
             stream_sent,
             ends: VecDeque::new(),
             unreleased: VecDeque::new(),
+            placed: Vec::new(),
             ack_frame: Vec::new(),
             ack_passes: 0,
             blocked: false,
@@ -678,10 +683,17 @@ impl Sender {
 
 /// Handles a frame that the peer has placed or refused, and ends its operation if no other token of it is left.
 pub(crate) fn delivered(peer: &Arc<PeerState>, entry: &mut Entry, refusal: Option<Refusal>) {
+    if let Some(op) = note_delivered(peer, entry, refusal) {
+        op.drop_for(|op| peer.end_operation(op));
+    }
+}
+
+/// Notes that the peer has placed or refused a frame. Returns the frame's token of its operation.
+fn note_delivered(peer: &Arc<PeerState>, entry: &mut Entry, refusal: Option<Refusal>) -> Option<Hold> {
     if peer.queue.had(&entry.header) {
         peer.wake_home_worker();
     }
-    let Some(op) = entry.op.take() else { return };
+    let op = entry.op.take()?;
     if let Some(refusal) = refusal {
         peer.refused(&op, refusal);
     }
@@ -703,7 +715,7 @@ pub(crate) fn delivered(peer: &Arc<PeerState>, entry: &mut Entry, refusal: Optio
             }
         }
     }
-    op.drop_for(|op| peer.end_operation(op));
+    Some(op)
 }
 
 /// The buffers of one socket call.

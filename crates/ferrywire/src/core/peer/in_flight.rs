@@ -67,6 +67,12 @@ impl InFlight {
         }
     }
 
+    /// Counts operations with `bytes` bytes in all that have ended. None of them is a receive, an answer or long.
+    pub fn ended_together(&self, operations: u64, bytes: u64) {
+        self.bytes.fetch_sub(bytes, Ordering::SeqCst);
+        self.operations.fetch_sub(operations, Ordering::SeqCst);
+    }
+
     /// Counts an operation that has ended.
     pub fn ended(&self, op: &Op) {
         self.bytes.fetch_sub(op.bytes_to_cut(), Ordering::SeqCst);

@@ -19,7 +19,7 @@ use crate::core::trace::{self, Track};
 use crate::core::waiting::{WaitList, WakeHandle};
 use crate::error::Error;
 use ferrywire_memory::Memory;
-use ferrywire_metrics::{PeerSample, Source};
+use ferrywire_metrics::{Kind, PeerSample, Source};
 use ferrywire_proto::Identity;
 use ferrywire_proto::protection::Protection;
 use ferrywire_proto::schedule::{self, InCache};
@@ -696,6 +696,45 @@ impl Owner for PeerState {
 }
 
 impl PeerState {
+    /// Drops tokens of operations of this peer, and ends those whose last token it was. Ends of most operations are counted
+    /// together, since posting threads write the same counters. The caller holds no lock of the peer.
+    pub fn end_operations(self: &Arc<Self>, holds: &mut Vec<Hold>) {
+        let (mut operations, mut bytes, mut completed) = (0, 0, [0; Kind::ALL.len()]);
+        let counted_alone = |op: &mut Hold| {
+            let is_plain =
+                matches!(op.verb(), Verb::Write | Verb::Send | Verb::Notify) && op.parent().is_none();
+            if !is_plain || is_long(op) || op.failing() || op.began.is_some() || !op.is_last() {
+                return true;
+            }
+            operations += 1;
+            bytes += op.bytes_to_cut();
+            completed[op.kind() as usize] += 1;
+            false
+        };
+        for op in holds.extract_if(.., counted_alone) {
+            op.drop_for(|op| self.end_operation(op));
+        }
+        if operations == 0 {
+            return;
+        }
+        self.in_flight.ended_together(operations, bytes);
+        for (counters, completed) in self.history.operations.iter().zip(completed) {
+            if completed > 0 {
+                counters.completed.fetch_add(completed, Ordering::Relaxed);
+            }
+        }
+        self.queue.ended_together(holds);
+        holds.drain(..).for_each(|op| {
+            op.drop_for(|op| {
+                if op.failed() {
+                    self.tell_failure(op)
+                }
+            })
+        });
+        // A notification may have waited for these operations.
+        self.wake_home_worker();
+    }
+
     /// Handles the end of an operation of this peer. The caller holds no lock of the peer.
     pub fn end_operation(self: &Arc<Self>, op: &Op) {
         if is_long(op) {
