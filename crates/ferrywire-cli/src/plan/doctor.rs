@@ -5,7 +5,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use ferrywire::limits;
+use ferrywire::{Encryption, limits};
 
 use super::engine::{EnginePlan, secret};
 use super::plugin::{self, PluginPlan};
@@ -22,7 +22,7 @@ const DOCTOR_TIMEOUT_S_DEFAULT: f64 = 10.0;
 pub struct DoctorPlan {
     /// Host and port of the peer, which are not looked up yet; `None` without a peer.
     pub peer: Option<String>,
-    /// The engine options of the connection: NICs and secret.
+    /// The engine options of the connection: NICs, secret and encryption.
     pub engine: EnginePlan,
     /// The plugin to check, if one was given.
     pub plugin: Option<PluginPlan>,
@@ -44,7 +44,8 @@ pub(super) fn plan(flags: DoctorFlags, verbose: bool) -> Outcome<DoctorPlan> {
     let nics = nics.given().map(|names| names.0).unwrap_or_default();
     Ok(DoctorPlan {
         peer: address.map(|text| with_port("ADDR:PORT", &text)).transpose()?,
-        engine: EnginePlan { nics, secret, ..EnginePlan::default() },
+        // A visit succeeds whatever the peer requires.
+        engine: EnginePlan { nics, secret, encryption: Encryption::Preferred, ..EnginePlan::default() },
         plugin: plugin.transpose()?,
         timeout: Duration::from_secs_f64(timeout_s),
         json,

@@ -86,6 +86,15 @@ fn a_serving_bench_is_visited_and_takes_runs_after_it() {
     assert_eq!((notes.count(), said.lines().count()), (1, 1), "{said}");
 }
 
+/// Regression: a peer that requires encryption refused the visit, and no option could change that.
+#[test]
+fn a_peer_that_requires_encryption_is_visited() {
+    let serve = Serve::start("--memory host --encrypt");
+    let output = run(&format!("{} --json", serve.address));
+    assert_eq!(only(&output, "peer")["level"], "ok");
+    assert_eq!(only(&output, "peer-bench")["level"], "ok");
+}
+
 #[test]
 fn a_busy_bench_names_the_peer_of_its_run() {
     let serve = Serve::start("--memory host");
