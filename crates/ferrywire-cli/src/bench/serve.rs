@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::Duration;
 
-use ferrywire::{ConnectError, Endpoint, Peer, RemoteRegion};
+use ferrywire::{ConnectError, Encryption, Endpoint, Peer, RemoteRegion};
 
 use super::barrier::Barrier;
 use super::host::Host;
@@ -463,9 +463,10 @@ fn how_to_connect(plan: &ServePlan, addresses: &[SocketAddr], reachable: &[Socke
     let options = plan.engine.plugin.as_ref().map(PluginUse::as_options).unwrap_or_default();
     let gpus = plan.engine.gpus.iter().flatten().map(u32::to_string).collect::<Vec<_>>().join(",");
     let gpus = if gpus.is_empty() { gpus } else { format!(" --gpus {gpus}") };
+    let encrypt = if plan.engine.encryption == Encryption::Required { " --encrypt" } else { "" };
     for address in reachable.iter().filter(|address| !address.ip().is_loopback()) {
         let nic = crate::nics::name_of(address.ip()).map_or_else(String::new, |nic| format!("   # {nic}"));
-        say(&format!("  {prefix}ferrywire bench connect {address}{gpus}{options}{nic}"));
+        say(&format!("  {prefix}ferrywire bench connect {address}{gpus}{encrypt}{options}{nic}"));
     }
 }
 

@@ -252,6 +252,13 @@ fn the_command_to_paste_is_for_as_many_gpus() {
     assert_eq!(result["config"]["gpus"], serde_json::json!([0, 1]), "{result}");
 }
 
+/// Regression: the line had no --encrypt, so the end that printed it refused the run.
+#[test]
+fn the_command_to_paste_encrypts_where_serve_requires_it() {
+    let Some(result) = pasted("--listen 0.0.0.0:0 --encrypt", "") else { return };
+    assert_eq!(result["config"]["encryption"], "required", "{result}");
+}
+
 /// Runs the command line that `serve` prints; returns its results.
 fn pasted(serve: &str, more: &str) -> Option<serde_json::Value> {
     let mut serve = Serve::start_with(serve, &[]);
