@@ -1,6 +1,7 @@
 //! `ferrywire nccl env`: prints what to export so that NCCL uses ferrywire's plugin, and checks the plugin.
 //!
-//! Invariant: standard output is empty, or lines that a shell can evaluate whatever the path contains.
+//! Invariant: standard output has lines that a shell can evaluate whatever the path contains. After a failure they fail,
+//! and keep NCCL from its own sockets: a shell takes empty output for success.
 
 use std::path::{Path, PathBuf};
 
@@ -20,8 +21,21 @@ const NAME: &str = "ferrywire";
 const GET_PLUGIN: &str = "try: pip install . or cargo build --release -p ferrywire-nccl in a checkout, \
                           then name the file: ferrywire nccl env PATH";
 
-/// Checks the plugin and prints the variables.
+/// Checks the plugin and prints the variables, or lines that fail.
 pub fn run(plan: &NcclPlan) -> Outcome {
+    match checked(plan) {
+        Ok(path) => exit::print(&exports(&path)),
+        Err(failure) => exit::with_results(Err(failure), exit::print(&failing())),
+    }
+}
+
+/// The path of a plugin that works on this host.
+fn checked(plan: &NcclPlan) -> Outcome<String> {
+    if plan.path.as_ref().is_some_and(|path| path.as_os_str().is_empty()) {
+        return Err(Failure::Usage(
+            "PATH must not be empty: name a plugin file, or leave out PATH".to_owned(),
+        ));
+    }
     let path = plan.path.clone().map_or_else(find, Ok)?;
     let path = std::path::absolute(&path)
         .map_err(|error| Failure::failed(format!("cannot use {}: {error}", path.display())))?;
@@ -36,7 +50,7 @@ pub fn run(plan: &NcclPlan) -> Outcome {
         let nics = if devices == 1 { "NIC" } else { "NICs" };
         exit::note(&format!("{text} loads on this host and has {devices} {nics}"));
     }
-    exit::print(&exports(text))
+    Ok(text.to_owned())
 }
 
 /// The plugin of this command's build or wheel.
@@ -67,6 +81,11 @@ fn check(path: &Path, plan: &NcclPlan) -> Outcome<usize> {
 
 fn exports(path: &str) -> String {
     format!("export NCCL_NET_PLUGIN={}\nexport NCCL_NET={NAME}\n", quoted(path))
+}
+
+/// Lines with the exit status 1. If a script continues, NCCL finds no network of this name and stops.
+fn failing() -> String {
+    format!("export NCCL_NET={NAME}; false\n")
 }
 
 /// A word as a shell reads it. All is literal between single quotes but the single quote itself.

@@ -5,14 +5,14 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use super::{TIMEOUT_S_DEFAULT, seconds, usage};
+use super::{TIMEOUT_S_DEFAULT, seconds};
 use crate::args::NcclFlags;
 use crate::exit::Outcome;
 
 /// The plan of `nccl env`.
 #[derive(Clone, Debug)]
 pub struct NcclPlan {
-    /// The plugin's file, if the user named one.
+    /// The plugin's file, if the user named one. An empty path is refused when the plugin is checked.
     pub path: Option<PathBuf>,
     /// Longest time for one step of the plugin.
     pub timeout: Duration,
@@ -23,8 +23,5 @@ pub struct NcclPlan {
 pub(super) fn plan(flags: NcclFlags, verbose: bool) -> Outcome<NcclPlan> {
     let NcclFlags { path, timeout } = flags;
     let timeout = Duration::from_secs_f64(seconds("--timeout", timeout)?.unwrap_or(TIMEOUT_S_DEFAULT));
-    if path.as_ref().is_some_and(|path| path.as_os_str().is_empty()) {
-        return usage("PATH must not be empty: name a plugin file, or leave out PATH");
-    }
     Ok(NcclPlan { path, timeout, verbose })
 }

@@ -34,9 +34,10 @@ fn env(path: Option<&Path>) -> Command {
     command
 }
 
-/// A run that printed nothing for a shell; what it said.
+/// A run that printed a line that fails in a shell; what it said.
 fn refused(output: &Output, status: i32) -> String {
-    assert_eq!((output.status.code(), text(&output.stdout).as_str()), (Some(status), ""));
+    let failing = "export NCCL_NET=ferrywire; false\n";
+    assert_eq!((output.status.code(), text(&output.stdout).as_str()), (Some(status), failing));
     first_error(output)
 }
 
@@ -108,4 +109,20 @@ fn an_unusable_plugin_is_not_exported() {
     let said = refused(&without_nic, 1);
     assert!(said.contains("nothing0"), "{said}");
     refused(&run(&mut env(Some(Path::new("")))), 2);
+}
+
+/// Regression: the output was empty, which `eval` takes for success, and NCCL used its own sockets.
+#[test]
+fn a_script_stops_at_an_unusable_plugin_and_one_that_goes_on_keeps_nccl_from_its_sockets() {
+    let shell = |options: &str, path: &str| {
+        let script = r#"eval "$("$0" nccl env "$1")"; echo "status $?, NCCL_NET=$NCCL_NET""#;
+        let mut shell = Command::new("sh");
+        shell.args([options, script, env!("CARGO_BIN_EXE_ferrywire"), path]).env_remove("NCCL_NET");
+        let output = shell.output().expect("a shell");
+        (output.status.code(), text(&output.stdout))
+    };
+    for path in ["/nonexistent.so", ""] {
+        assert_eq!(shell("-ec", path), (Some(1), String::new()), "{path}");
+        assert_eq!(shell("-c", path), (Some(0), "status 1, NCCL_NET=ferrywire\n".to_owned()), "{path}");
+    }
 }
