@@ -29,7 +29,7 @@ use std::os::fd::BorrowedFd;
 use std::path::Path;
 use std::time::Duration;
 
-pub use cleanup::{clean_up, clean_up_in};
+pub use cleanup::{CleanUp, clean_up, clean_up_in};
 pub use error::{Missing, NicError};
 pub(super) use journal::EndBy;
 pub use possible::{Possible, possible};
@@ -141,7 +141,7 @@ impl Claim {
         if let Err(error) = bench.set_up(&missing, &off) {
             bench.journal.remove_claim(&file.name());
             match bench.release(&cleaned.live, Others::Live) {
-                Ok(reported) => reported.iter().for_each(|line| tracing::warn!("{line}")),
+                Ok(released) => released.reported.iter().for_each(|line| tracing::warn!("{line}")),
                 Err(why) => tracing::warn!("{why}"),
             }
             return Err(error);
@@ -301,7 +301,7 @@ impl Claim {
         }
         drop(file);
         let live = bench.live()?;
-        let mut reported = bench.release(&live, Others::Live)?;
+        let mut reported = bench.release(&live, Others::Live)?.reported;
         reported.append(&mut bench.journal.reported);
         Ok(reported)
     }

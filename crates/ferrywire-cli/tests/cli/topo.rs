@@ -1,6 +1,6 @@
 //! `ferrywire topo`, on this host and on recorded ones.
 
-use std::process::Output;
+use std::process::{Command, Output};
 
 use serde_json::{Value, json};
 
@@ -51,6 +51,45 @@ fn clean_up_refuses_a_recorded_host() {
         "{}",
         text(&output.stderr)
     );
+}
+
+/// `topo --clean-up` with an empty /run of its own, which a shell prepares; `None` where that cannot be.
+fn clean_up_after(prepare: &str, options: &str) -> Option<Output> {
+    let script = format!(
+        r#"mount -t tmpfs none /run && mkdir /run/ferrywire && cd /run/ferrywire && touch /run/ready || exit 77
+        {prepare}
+        exec "$0" topo --clean-up {options}"#
+    );
+    let mut command = Command::new("unshare");
+    command.args(["--map-root-user", "--mount", "sh", "-c", &script, env!("CARGO_BIN_EXE_ferrywire")]);
+    let output = command.env_remove("XDG_RUNTIME_DIR").output().ok()?;
+    (output.status.code() != Some(77) && !text(&output.stderr).contains("unshare: ")).then_some(output)
+}
+
+/// Regression: the exit status was 0, and records that could not be read counted as none.
+#[test]
+fn a_clean_up_that_fails_is_a_failure() {
+    let Some(clean) = clean_up_after("", "") else {
+        return println!("SKIPPED: needs unshare and a file system of its own");
+    };
+    let said = text(&clean.stderr);
+    assert_eq!((clean.status.code(), said.lines().count()), (Some(0), 1), "{said}");
+    assert!(said.contains("no run has left anything"), "{said}");
+    // A file in place of the folder of a NIC's records, and of that of all records.
+    let of_nic = "mkdir -m 700 devmem && touch devmem/$(stat -L -c %i /proc/self/ns/net)-lo";
+    for (prepare, words) in [
+        (of_nic, "NIC lo: cannot undo the changes of earlier runs"),
+        ("touch devmem", "cannot read the records of earlier runs in /run/ferrywire/devmem"),
+    ] {
+        let failed = clean_up_after(prepare, "").expect("as before");
+        let said = text(&failed.stderr);
+        assert_eq!(failed.status.code(), Some(1), "{said}");
+        assert!(said.contains(words) && !said.contains("no run has left anything"), "{said}");
+        assert!(text(&failed.stdout).contains("NICs"), "the tables are printed");
+        assert!(said.lines().any(|line| line.starts_with("error: ")), "{said}");
+        let failed = json_of(&clean_up_after(prepare, "--json").expect("as before"));
+        assert!(failed["error"].is_string() && !failed["nics"].is_null(), "{failed}");
+    }
 }
 
 #[test]

@@ -15,47 +15,71 @@ use crate::sys::flow::Flow;
 use crate::sys::netlink::NetlinkError;
 use ferrywire_sys::nics;
 
-/// Undoes the changes that dead processes have left in this network namespace, and reports them as lines of text.
+/// The result of a clean-up.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct CleanUp {
+    /// What was undone, and what could not be, as lines of text.
+    pub reported: Vec<String>,
+    /// Whether changes of dead processes may be left, which a later clean-up has to undo.
+    pub failed: bool,
+}
+
+impl CleanUp {
+    fn fail(&mut self, why: String) {
+        self.reported.push(why);
+        self.failed = true;
+    }
+}
+
+/// Undoes the changes that dead processes have left in this network namespace.
 /// For a process that starts, or a diagnosis: every claim does the same for its own NIC.
-pub fn clean_up() -> Vec<String> {
+pub fn clean_up() -> CleanUp {
     clean_up_in(&journal::directory())
 }
 
 /// Like [`clean_up`], for journals in another directory.
-pub fn clean_up_in(directory: &Path) -> Vec<String> {
-    let mut reported = Vec::new();
-    for nic in journal::nics(directory) {
+pub fn clean_up_in(directory: &Path) -> CleanUp {
+    let mut done = CleanUp::default();
+    let nics = journal::nics(directory).unwrap_or_else(|error| {
+        let directory = directory.display();
+        done.fail(format!("cannot read the records of earlier runs in {directory}: {error}; run as root"));
+        Vec::new()
+    });
+    for nic in nics {
         if nics::index(&nic).is_none() {
-            reported.extend(
+            done.reported.extend(
                 journal::forget(directory, &nic)
                     .then(|| format!("NIC {nic} is gone: removed the records of earlier runs")),
             );
             continue;
         }
         match clean_nic(directory, &nic) {
-            Ok(lines) => reported.extend(lines),
-            Err(error) => {
-                reported.push(format!("NIC {nic}: cannot undo the changes of earlier runs: {error}"))
+            Ok(cleaned) => {
+                done.reported.extend(cleaned.reported);
+                done.failed |= cleaned.failed;
             }
+            Err(error) => done.fail(format!("NIC {nic}: cannot undo the changes of earlier runs: {error}")),
         }
     }
-    reported.iter().for_each(|line| tracing::warn!("{line}"));
-    reported
+    done.reported.iter().for_each(|line| tracing::warn!("{line}"));
+    done
 }
 
-fn clean_nic(directory: &Path, nic: &str) -> Result<Vec<String>, String> {
+fn clean_nic(directory: &Path, nic: &str) -> Result<Cleaned, String> {
     let index = nics::index(nic).ok_or("the NIC is gone")?;
     let journal = Journal::open(directory, nic, index).map_err(|error| error.to_string())?;
     let mut kernel = Host::open(nic, index).map_err(|error| error.to_string())?;
     let mut locked = journal.lock().map_err(|error| error.to_string())?;
     let mut bench = Bench { nic, kernel: &mut kernel, journal: &mut locked };
-    Ok(bench.clean().map_err(|error| error.to_string())?.reported)
+    bench.clean().map_err(|error| error.to_string())
 }
 
 /// The contents of a journal after its clean-up.
 #[derive(Debug, Default)]
 pub(super) struct Cleaned {
     pub reported: Vec<String>,
+    /// Whether a change of a dead claim is left.
+    pub failed: bool,
     /// Numbers of the queues of live claims.
     pub live: Vec<u32>,
     /// Whether no claim was recorded, live or dead.
@@ -94,16 +118,17 @@ impl Bench<'_, '_> {
                     self.journal.remove_claim(name);
                 }
                 Err(error) => {
-                    cleaned.reported.push(format!("NIC {nic}: cannot remove flow rules of {name}: {error}"))
+                    cleaned.reported.push(format!("NIC {nic}: cannot remove flow rules of {name}: {error}"));
+                    cleaned.failed = true;
                 }
             }
         }
         // The spread is corrected also if no claim is dead: a process may have been killed after it removed its
         // files and before it widened the spread again.
         let live = cleaned.live.clone();
-        cleaned
-            .reported
-            .extend(self.release(&live, if any_dead { Others::MayBeDying } else { Others::Live })?);
+        let released = self.release(&live, if any_dead { Others::MayBeDying } else { Others::Live })?;
+        cleaned.reported.extend(released.reported);
+        cleaned.failed |= released.failed;
         cleaned.reported.append(&mut self.journal.reported);
         Ok(cleaned)
     }

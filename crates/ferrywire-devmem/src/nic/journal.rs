@@ -76,14 +76,22 @@ fn boot() -> io::Result<String> {
 }
 
 /// Names of the NICs of this network namespace that have journals.
-pub(super) fn nics(directory: &Path) -> Vec<String> {
-    let Ok(namespace) = namespace() else { return Vec::new() };
-    let Ok(folders) = fs::read_dir(directory) else { return Vec::new() };
-    let names = folders.flatten().filter_map(|folder| folder.file_name().into_string().ok());
-    let mut nics: Vec<String> =
-        names.filter_map(|name| Some(name.strip_prefix(&format!("{namespace}-"))?.to_owned())).collect();
+///
+/// # Errors
+/// The directory cannot be read. A directory that does not exist has no journals.
+pub(super) fn nics(directory: &Path) -> io::Result<Vec<String>> {
+    let prefix = format!("{}-", namespace()?);
+    let folders = match fs::read_dir(directory) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        folders => folders?,
+    };
+    let mut nics = Vec::new();
+    for folder in folders {
+        let name = folder?.file_name().into_string();
+        nics.extend(name.iter().filter_map(|name| Some(name.strip_prefix(&prefix)?.to_owned())));
+    }
     nics.sort_unstable();
-    nics
+    Ok(nics)
 }
 
 /// Removes the journal of a NIC that no longer exists; returns whether there was one.

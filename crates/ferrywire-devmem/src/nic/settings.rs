@@ -22,6 +22,14 @@ use crate::sys::netlink::NetlinkError;
 const UNBIND_TIMEOUT: Duration = Duration::from_secs(5);
 const UNBIND_INTERVAL: Duration = Duration::from_millis(20);
 
+/// The result of a release of settings.
+#[derive(Debug, Default)]
+pub(super) struct Released {
+    pub reported: Vec<String>,
+    /// Whether a later start has to try again.
+    pub failed: bool,
+}
+
 /// A NIC with its locked journal, whose settings may be changed.
 pub(super) struct Bench<'a, 'j> {
     pub nic: &'a str,
@@ -132,19 +140,20 @@ impl Bench<'_, '_> {
     ///
     /// # Errors
     /// The original values cannot be read; nothing is restored.
-    pub fn release(&mut self, live: &[u32], others: Others) -> Result<Vec<String>, NicError> {
+    pub fn release(&mut self, live: &[u32], others: Others) -> Result<Released, NicError> {
         let settings = self.journal.settings(!live.is_empty())?;
         if settings.is_empty() {
-            return Ok(Vec::new());
+            return Ok(Released::default());
         }
         if !live.is_empty() {
             let kept = settings.spread.map_or(Ok(()), |spread| self.narrow(&spread, live));
-            return Ok(kept.err().iter().map(ToString::to_string).collect());
+            let reported: Vec<String> = kept.err().iter().map(ToString::to_string).collect();
+            return Ok(Released { failed: !reported.is_empty(), reported });
         }
         Ok(self.put_back(settings, others))
     }
 
-    fn put_back(&mut self, mut settings: Settings, others: Others) -> Vec<String> {
+    fn put_back(&mut self, mut settings: Settings, others: Others) -> Released {
         let mut reported = Vec::new();
         let wait_until = (others == Others::MayBeDying).then(|| Instant::now() + UNBIND_TIMEOUT);
         if let Some(spread) = settings.spread.take() {
@@ -161,10 +170,12 @@ impl Bench<'_, '_> {
                 settings.rings = Rings::default();
             }
         }
+        let mut failed = !settings.is_empty();
         if let Err(error) = self.journal.write_settings(&settings) {
             reported.push(error.to_string());
+            failed = true;
         }
-        reported
+        Released { reported, failed }
     }
 
     /// Adds the message about a restored setting to `reported`; returns whether a later start has to try again.

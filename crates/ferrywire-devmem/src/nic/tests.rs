@@ -399,11 +399,13 @@ fn the_spread_is_restored_once_the_binding_of_a_killed_process_has_ended() {
 fn a_refusal_with_another_number_is_not_retried() {
     let nic = killed_beside_a_binding();
     nic.refuse("rings", false);
-    assert!(nic.clean().join("\n").contains("cannot restore header split"));
+    let cleaned = nic.cleaned();
+    assert!(cleaned.reported.join("\n").contains("cannot restore header split"));
+    assert!(cleaned.failed, "header split is left");
     assert_eq!(nic.refusals(), 1);
     nic.refuse("nothing", false);
     nic.change(|state| state.bound.clear());
-    nic.clean();
+    assert!(!nic.cleaned().failed);
     assert_eq!(nic.state(), untouched());
 }
 
@@ -456,11 +458,11 @@ fn the_record_of_a_removed_nic_is_reported_once() {
     let folder = journal.path().join(format!("{}-gone0", journal::namespace().expect("a namespace")));
     std::fs::create_dir(&folder).expect("a folder");
     std::fs::write(folder.join("lock"), "").expect("a file");
-    assert_eq!(clean_up_in(journal.path()), [""; 0], "a lock says nothing");
+    assert_eq!(clean_up_in(journal.path()), CleanUp::default(), "a lock says nothing");
     std::fs::write(folder.join("settings"), "whatever").expect("a file");
-    let reported = clean_up_in(journal.path()).join("\n");
-    assert!(reported.contains("gone0 is gone"), "{reported}");
-    assert_eq!(clean_up_in(journal.path()), [""; 0]);
+    let CleanUp { reported, failed } = clean_up_in(journal.path());
+    assert!(reported.join("\n").contains("gone0 is gone") && !failed, "{reported:?}");
+    assert_eq!(clean_up_in(journal.path()), CleanUp::default());
     assert!(!folder.exists());
 }
 

@@ -6,7 +6,7 @@
 mod kills;
 
 use crate::vm::{self, KIB, Knob, MIB, NEAR, Pool};
-use ferrywire_devmem::nic::{Claim, NicError, Wish, clean_up_in, possible};
+use ferrywire_devmem::nic::{Claim, CleanUp, NicError, Wish, clean_up_in, possible};
 use ferrywire_devmem::sys::devmem::{self, Control};
 use ferrywire_devmem::sys::ethtool::{Ethtool, NTUPLE, Rings, Split};
 use ferrywire_devmem::sys::flow::{Flow, Flows};
@@ -287,5 +287,5 @@ fn a_nic_without_support_reports_the_reason() {
         (can.receives, can.sends, can.unsupported_reason),
         (Some(false), Some(false), vec![error.to_string()])
     );
-    assert_eq!(clean_up_in(Path::new("no/such/directory")), [""; 0]);
+    assert_eq!(clean_up_in(Path::new("no/such/directory")), CleanUp::default());
 }

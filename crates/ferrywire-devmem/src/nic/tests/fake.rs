@@ -6,6 +6,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use super::super::cleanup::Cleaned;
 use super::super::journal::Journal;
 use super::super::kernel::Kernel;
 use super::super::settings::Bench;
@@ -162,13 +163,18 @@ impl Nic {
 
     /// Cleans up as the next start does; returns the messages.
     pub fn clean(&self) -> Vec<String> {
+        self.cleaned().reported
+    }
+
+    /// Cleans up as the next start does.
+    pub fn cleaned(&self) -> Cleaned {
         let journal = Journal::open(self.folder.path(), NAME, INDEX).expect("a journal");
         let mut kernel = self.kernel();
         let mut locked = journal.lock().expect("nobody has it");
         let mut bench = Bench { nic: NAME, kernel: &mut *kernel, journal: &mut locked };
-        let reported = bench.clean().expect("it can be read").reported;
-        *self.reported.lock().expect("no test failed") |= !reported.is_empty();
-        reported
+        let cleaned = bench.clean().expect("it can be read");
+        *self.reported.lock().expect("no test failed") |= !cleaned.reported.is_empty();
+        cleaned
     }
 
     /// The message about other processes whose journal is elsewhere.
