@@ -261,12 +261,15 @@ fn reach(topology: &Topology) -> Vec<Finding> {
         let words: Vec<&str> =
             possible.unsupported_reason.iter().chain(&possible.missing).map(String::as_str).collect();
         let found = |evidence: String| Finding::ok("devmem", &nic.name, evidence);
-        match (possible.is_possible(), words.is_empty()) {
-            (true, true) => found("devmem TCP: possible".to_owned()),
-            (true, false) => found(format!("devmem TCP: possible with setup: {}", words.join("; ")))
+        match (possible.receives, possible.is_possible(), words.is_empty()) {
+            (None, ..) => found(format!("devmem TCP: unknown: {}", words.join("; ")))
+                .at(Level::Note)
+                .fix("run doctor as root, or with CAP_NET_ADMIN"),
+            (_, true, true) => found("devmem TCP: possible".to_owned()),
+            (_, true, false) => found(format!("devmem TCP: possible with setup: {}", words.join("; ")))
                 .at(Level::Note)
                 .fix("--transport devmem --allow-nic-setup"),
-            (false, _) => found(format!("devmem TCP: no: {}", words.join("; ")))
+            (_, false, _) => found(format!("devmem TCP: no: {}", words.join("; ")))
                 .at(Level::Note)
                 .fix("see docs/devmem.md"),
         }
@@ -278,6 +281,7 @@ fn reach(topology: &Topology) -> Vec<Finding> {
 mod tests {
     use super::*;
     use crate::doctor::finding::{levels, nic};
+    use ferrywire_devmem::nic::Possible;
     use ferrywire_host::topology::{Gpu, Nic};
 
     fn pci(text: &str) -> Option<PciPath> {
@@ -368,6 +372,24 @@ mod tests {
         assert_eq!(levels(&judge(&good(), &other_root, &crossing), "gpu-nics"), [Level::Warn]);
         let alone = Topology { nics: Vec::new(), ..host() };
         assert_eq!(of(&good(), &alone, "gpu-nics"), [Level::Warn]);
+    }
+
+    /// Regression: a process that may not ask the kernel reported that the NIC does not support devmem TCP.
+    #[test]
+    fn what_the_kernel_was_not_asked_is_unknown() {
+        let with = |receives, reason: &str| {
+            let unsupported_reason = vec![reason.to_owned()];
+            let mut host = host();
+            host.nics[0].devmem = Some(Possible { receives, unsupported_reason, ..Possible::default() });
+            let found = judge(&good(), &host, &PlanOptions::default());
+            let found = found.into_iter().find(|finding| finding.id == "devmem").expect("it is there");
+            (found.level, found.evidence, found.fix.unwrap_or_default())
+        };
+        let (level, evidence, fix) = with(None, "not permitted");
+        assert_eq!((level, evidence.as_str()), (Level::Note, "devmem TCP: unknown: not permitted"));
+        assert!(fix.contains("CAP_NET_ADMIN"), "{fix}");
+        let (level, evidence, _) = with(Some(false), "the driver cannot");
+        assert_eq!((level, evidence.as_str()), (Level::Note, "devmem TCP: no: the driver cannot"));
     }
 
     /// Regression: with `CUDA_VISIBLE_DEVICES=3` the errors of GPU 3 were those of another one in all other findings.
