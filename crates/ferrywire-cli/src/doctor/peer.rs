@@ -239,9 +239,10 @@ fn not_accepted(subject: String, facts: &PeerFacts, error: &ConnectError, topolo
                 "use another address of the peer, or give a NIC of this host an {family} address"
             ))
         }
-        ConnectError::Refused { reason: RefusalReason::PayloadMismatch, .. } => {
-            found.warn("the peer serves with a plugin: use ferrywire bench connect with --plugin")
-        }
+        ConnectError::Refused { reason: RefusalReason::PayloadMismatch, .. } => found.warn(
+            "the peer serves over a plugin or devmem TCP: use ferrywire bench connect with --plugin, or with \
+                 --transport devmem",
+        ),
         ConnectError::Refused { reason: RefusalReason::Secret, .. } | ConnectError::Invalid { .. }
             if needs_secret =>
         {
@@ -483,8 +484,12 @@ mod tests {
         let none = ConnectError::Unreachable { address: address.clone(), cause, why: why() };
         let none = judge(&facts(Err(none)), &host(vec![]), &[]);
         assert_eq!(levels(&none, "peer-reachable"), [Level::Fail]);
-        let plugin = refused(RefusalReason::PayloadMismatch);
-        assert_eq!(levels(&judge(&facts(Err(plugin)), &host(vec![]), &[]), "peer-greeting"), [Level::Warn]);
+        let lanes = judge(&facts(Err(refused(RefusalReason::PayloadMismatch))), &host(vec![]), &[]);
+        assert_eq!(levels(&lanes, "peer-greeting"), [Level::Warn]);
+        // Regression: the finding named only a plugin, and devmem TCP refuses with the same code.
+        for option in ["--plugin", "--transport devmem"] {
+            assert!(lanes[0].fix.as_ref().is_some_and(|fix| fix.contains(option)), "{lanes:?}");
+        }
     }
 
     #[test]
