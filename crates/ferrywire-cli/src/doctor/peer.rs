@@ -376,7 +376,8 @@ fn unpaired(visit: &Visit, topology: &Topology, named: &[String]) -> Vec<Finding
     let theirs = visit.bench.iter().flatten().flat_map(|serving| &serving.addresses).map(SocketAddr::ip);
     // An address that both hosts have, such as that of a bridge for containers, says nothing about the peer.
     let theirs = theirs.filter(|ip| !ip.is_loopback() && !is_ours(topology, *ip));
-    let alone = theirs.filter(|ip| !visit.channels.iter().any(|channel| channel.remote.ip() == *ip));
+    let theirs: Vec<IpAddr> = theirs.collect();
+    let alone = theirs.iter().filter(|ip| !visit.channels.iter().any(|channel| channel.remote.ip() == **ip));
     // The finding about lost channels covers NICs in one subnet; a NIC that was not named is left out on purpose.
     let in_subnet = |ip: &IpAddr, wanted: bool| {
         let nics = topology.nics.iter().filter(|nic| nic::counts(nic) && nic.reaches(*ip));
@@ -393,7 +394,9 @@ fn unpaired(visit: &Visit, topology: &Topology, named: &[String]) -> Vec<Finding
         .collect();
     let idle = |nic: &&Nic| {
         let is_asked = if named.is_empty() { nic.device } else { named.contains(&nic.name) };
-        is_asked && nic::counts(nic) && !visit.channels.iter().any(|channel| channel.nic == nic.name)
+        let reaches = theirs.iter().any(|ip| nic.reaches(*ip));
+        let is_used = visit.channels.iter().any(|channel| channel.nic == nic.name);
+        is_asked && nic::counts(nic) && !is_used && !reaches
     };
     found.extend(topology.nics.iter().filter(idle).map(|nic| {
         Finding::ok(
@@ -513,11 +516,15 @@ mod tests {
     fn nics_without_a_counterpart_are_named() {
         let mut visit = good();
         visit.channels.remove(1);
-        assert_eq!(of(visit.clone(), "peer-nic"), [Level::Warn]);
-        assert_eq!(of(visit.clone(), "own-nic"), [Level::Note]);
+        let elsewhere = Serving { addresses: vec![there(1), there(3)], busy: None };
+        let apart = Visit { bench: Some(Ok(elsewhere)), ..visit.clone() };
+        assert_eq!(of(apart.clone(), "peer-nic"), [Level::Warn]);
+        assert_eq!(of(apart, "own-nic"), [Level::Note]);
         visit.lost = vec!["channel 1 over eth2: no answer".to_owned()];
         assert_eq!(of(visit.clone(), "peer-channel"), [Level::Warn]);
         assert_eq!(of(visit.clone(), "peer-nic"), [], "the NIC is in the subnet");
+        // Regression: the finding said that the NIC shares no subnet with the peer.
+        assert_eq!(of(visit.clone(), "own-nic"), [], "the NIC is in the subnet");
         visit.lost.clear();
         let both = || host(vec![nic("eth1", 1), nic("eth2", 2)]);
         let named = judge(&facts(Ok(visit)), &both(), &["eth1".to_owned()]);
