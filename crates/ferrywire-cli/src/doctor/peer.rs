@@ -4,7 +4,7 @@
 //! addresses, and closes. Nothing is measured and no run slot is taken.
 //! Invariant: [`judge`] reads nothing; each wait has a timeout.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
 use std::sync::mpsc;
 use std::time::Duration;
@@ -79,10 +79,17 @@ pub struct Channel {
 /// The answer of a serving bench.
 #[derive(Clone, Debug, Default)]
 pub struct Serving {
-    /// Addresses at which peers reach the bench.
-    pub addresses: Vec<SocketAddr>,
+    /// For each endpoint of the bench, the addresses at which peers reach it.
+    pub endpoints: Vec<Vec<SocketAddr>>,
     /// The peer whose run is in progress; `None` if the bench is idle.
     pub busy: Option<String>,
+}
+
+impl Serving {
+    /// The addresses of all endpoints.
+    fn addresses(&self) -> impl Iterator<Item = SocketAddr> {
+        self.endpoints.iter().flatten().copied()
+    }
 }
 
 impl From<&ChannelStats> for Channel {
@@ -144,7 +151,7 @@ impl PeerFacts {
             "name": visit.map(|visit| &visit.name),
             "same_host": visit.map(|visit| visit.same_host),
             "channels": visit.map(|visit| visit.channels.iter().map(channel).collect::<Vec<_>>()),
-            "addresses": serving.map(|serving| &serving.addresses),
+            "addresses": serving.map(|serving| serving.addresses().collect::<Vec<_>>()),
             "busy": serving.and_then(|serving| serving.busy.as_ref()),
         })
     }
@@ -178,8 +185,8 @@ fn query(link: Link) -> Outcome<Visit> {
     let answer = link.tell(&Message::Ask { timeout_s: 0.0 }).and_then(|()| link.hear());
     let bench = match answer {
         Ok(Message::Here { endpoints, busy }) => {
-            let addresses = endpoints.into_iter().flat_map(|(_, addresses)| addresses).collect();
-            Ok(Serving { addresses, busy })
+            let endpoints = endpoints.into_iter().map(|(_, addresses)| addresses).collect();
+            Ok(Serving { endpoints, busy })
         }
         Ok(_) => Err("the answer is not a bench message".to_owned()),
         Err(Failure::Interrupted) => return Err(Failure::Interrupted),
@@ -259,8 +266,8 @@ fn serving(subject: &str, bench: &Result<Serving, String>) -> Finding {
                 .at(Level::Note)
                 .fix("wait until that run has ended")
         }
-        Ok(Serving { addresses, .. }) => {
-            let listed: Vec<String> = addresses.iter().map(SocketAddr::to_string).collect();
+        Ok(serving) => {
+            let listed: Vec<String> = serving.addresses().map(|address| address.to_string()).collect();
             Finding::ok("peer-bench", subject, format!("a bench serves at {}", listed.join(", ")))
         }
         Err(why) => Finding::ok(
@@ -346,8 +353,8 @@ fn host_address(topology: &Topology, ip: IpAddr) -> bool {
 /// Addresses that this host and the peer both have. Bridges for containers have equal addresses on many hosts, and
 /// addresses without a subnet are those of services.
 fn duplicates(visit: &Visit, topology: &Topology) -> Vec<Finding> {
-    let serving = visit.bench.iter().flatten().flat_map(|serving| &serving.addresses);
-    let theirs: Vec<IpAddr> = serving.map(SocketAddr::ip).filter(|ip| !ip.is_loopback()).collect();
+    let serving = visit.bench.iter().flatten().flat_map(Serving::addresses);
+    let theirs: Vec<IpAddr> = serving.map(|address| address.ip()).filter(|ip| !ip.is_loopback()).collect();
     // A peer in this network namespace has only addresses of this host.
     if theirs.iter().all(|ip| is_ours(topology, *ip)) {
         return Vec::new();
@@ -373,17 +380,25 @@ fn is_ours(topology: &Topology, ip: IpAddr) -> bool {
 
 /// NICs of either end that no channel uses.
 fn unpaired(visit: &Visit, topology: &Topology, named: &[String]) -> Vec<Finding> {
-    let theirs = visit.bench.iter().flatten().flat_map(|serving| &serving.addresses).map(SocketAddr::ip);
+    // The channels lead to one endpoint of the peer.
+    let leads_to =
+        |endpoint: &&Vec<SocketAddr>| visit.channels.iter().any(|channel| endpoint.contains(&channel.remote));
+    let endpoints = || visit.bench.iter().flatten().flat_map(|serving| &serving.endpoints);
     // An address that both hosts have, such as that of a bridge for containers, says nothing about the peer.
-    let theirs = theirs.filter(|ip| !ip.is_loopback() && !is_ours(topology, *ip));
-    let theirs: Vec<IpAddr> = theirs.collect();
+    let says_something = |ip: &IpAddr| !ip.is_loopback() && !is_ours(topology, *ip);
+    let all = endpoints().flatten().map(SocketAddr::ip);
+    let theirs: BTreeSet<IpAddr> = all.filter(says_something).collect();
+    let visited: BTreeSet<IpAddr> =
+        endpoints().find(leads_to).into_iter().flatten().map(SocketAddr::ip).collect();
     let alone = theirs.iter().filter(|ip| !visit.channels.iter().any(|channel| channel.remote.ip() == **ip));
     // The finding about lost channels covers NICs in one subnet; a NIC that was not named is left out on purpose.
     let in_subnet = |ip: &IpAddr, wanted: bool| {
         let nics = topology.nics.iter().filter(|nic| nic::counts(nic) && nic.reaches(*ip));
         nics.into_iter().any(|nic| (named.is_empty() || named.contains(&nic.name)) == wanted)
     };
-    let alone = alone.filter(|ip| !in_subnet(ip, false) && (visit.lost.is_empty() || !in_subnet(ip, true)));
+    // No channel leads to an endpoint that was not visited: its addresses only need a NIC in their subnet.
+    let has_channels = |ip: &IpAddr| visited.contains(ip) && visit.lost.is_empty();
+    let alone = alone.filter(|ip| !in_subnet(ip, false) && (has_channels(ip) || !in_subnet(ip, true)));
     let mut found: Vec<Finding> = alone
         .map(|ip| {
             let evidence = format!("no channel leads from a NIC of this host to the peer's address {ip}");
@@ -447,7 +462,7 @@ mod tests {
     }
 
     fn good() -> Visit {
-        let serving = Serving { addresses: vec![there(1), there(2)], busy: None };
+        let serving = Serving { endpoints: vec![vec![there(1), there(2)]], busy: None };
         Visit {
             name: "b".to_owned(),
             same_host: false,
@@ -516,7 +531,7 @@ mod tests {
     fn nics_without_a_counterpart_are_named() {
         let mut visit = good();
         visit.channels.remove(1);
-        let elsewhere = Serving { addresses: vec![there(1), there(3)], busy: None };
+        let elsewhere = Serving { endpoints: vec![vec![there(1), there(3)]], busy: None };
         let apart = Visit { bench: Some(Ok(elsewhere)), ..visit.clone() };
         assert_eq!(of(apart.clone(), "peer-nic"), [Level::Warn]);
         assert_eq!(of(apart, "own-nic"), [Level::Note]);
@@ -530,6 +545,19 @@ mod tests {
         let named = judge(&facts(Ok(visit)), &both(), &["eth1".to_owned()]);
         assert_eq!(levels(&named, "peer-nic"), [], "the NIC is left out on purpose");
         assert_eq!((of(good(), "peer-nic"), of(good(), "own-nic")), (vec![], vec![]));
+    }
+
+    /// Regression: addresses of the endpoints that were not visited, and NICs in their subnets, counted as unpaired.
+    #[test]
+    fn endpoints_of_other_gpus_need_a_nic_in_their_subnet_and_no_channel() {
+        let on_gpus = |last| Visit {
+            bench: Some(Ok(Serving { endpoints: vec![vec![there(1)], vec![there(last)]], busy: None })),
+            channels: vec![channel("eth1", 1)],
+            ..good()
+        };
+        assert_eq!((of(on_gpus(2), "peer-nic"), of(on_gpus(2), "own-nic")), (vec![], vec![]));
+        let apart = (of(on_gpus(3), "peer-nic"), of(on_gpus(3), "own-nic"));
+        assert_eq!(apart, (vec![Level::Warn], vec![Level::Note]));
     }
 
     #[test]
@@ -552,7 +580,7 @@ mod tests {
     fn addresses_of_both_ends_are_reported_except_those_of_bridges_and_services() {
         let own: SocketAddr = SocketAddr::from(([10, 0, 2, 1], 7420));
         let mut visit = good();
-        visit.bench = Some(Ok(Serving { addresses: vec![there(1), own], busy: None }));
+        visit.bench = Some(Ok(Serving { endpoints: vec![vec![there(1), own]], busy: None }));
         assert_eq!(of(visit.clone(), "duplicate-address"), [Level::Warn]);
         let bridge = Visit { bridges: vec!["eth2".to_owned()], ..visit.clone() };
         assert_eq!(of(bridge, "duplicate-address"), []);
@@ -560,7 +588,7 @@ mod tests {
         service.addresses[0].prefix_len = 32;
         let found = judge(&facts(Ok(visit.clone())), &host(vec![nic("eth1", 1), service]), &[]);
         assert_eq!(levels(&found, "duplicate-address"), []);
-        visit.bench = Some(Ok(Serving { addresses: vec![own], busy: None }));
+        visit.bench = Some(Ok(Serving { endpoints: vec![vec![own]], busy: None }));
         assert_eq!(of(visit, "duplicate-address"), [], "a peer on this host");
     }
 

@@ -97,7 +97,7 @@ const HEALTHY: Case = Case {
     and: &[],
 };
 
-const HEALTHY_HOSTS: [Case; 6] = [
+const HEALTHY_HOSTS: [Case; 7] = [
     HEALTHY,
     Case {
         name: "one link",
@@ -131,6 +131,12 @@ const HEALTHY_HOSTS: [Case; 6] = [
         plant: routes_by_source,
         args: "10.77.1.2:7420 --nics va1,va2",
         finds: ("path", "ok", "va2"),
+        ..HEALTHY
+    },
+    Case {
+        name: "an endpoint for each of two GPUs",
+        serves: (Host::B, "0.0.0.0:7420 --gpus 0-1 --gpu-nics 0=vb1,1=vb2"),
+        finds: ("path", "ok", "va1"),
         ..HEALTHY
     },
     Case {
