@@ -10,7 +10,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use crate::exit::{Failure, Outcome};
-use crate::tool;
+use crate::{sys, tool};
 
 /// An interpreter on a slow network file system answers within this time.
 const ANSWER_MAX: Duration = Duration::from_secs(60);
@@ -75,6 +75,9 @@ impl Python {
         };
         let mut command = Command::new(&path);
         let said = tool::run(command.args(["-B", "-c", ASK]), ANSWER_MAX);
+        if sys::interrupted() {
+            return Err(Failure::Interrupted);
+        }
         let failed = |why: String| {
             Failure::failed(format!(
                 "cannot ask {} where its packages are: {why}\ntry: --python PATH, the interpreter that has NIXL",

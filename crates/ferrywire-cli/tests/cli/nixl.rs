@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use crate::common::{ferrywire, first_error, text};
+use crate::common::{GRACE, TIMEOUT_DEFAULT, end_within, ferrywire, first_error, text};
 use crate::common::{json as json_of, unwritten};
 
 const OURS: &str = "libplugin_FERRYWIRE.so";
@@ -546,4 +546,25 @@ fn two_commands_do_not_change_a_folder_at_once() {
     environment.is_as_before(&before, "while another works");
     folder.unlock().expect("unlocked");
     environment.good("install");
+}
+
+/// Regression: a signal while Python was asked was reported as "no answer within 60 s", with exit status 1.
+#[test]
+fn a_signal_while_python_is_asked_ends_the_command_as_interrupted() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (python, asked) = (folder.path().join("python"), folder.path().join("asked"));
+    fs::write(&python, "#!/bin/sh\n: > \"${0%/*}/asked\"\nexec sleep 600\n").expect("written");
+    fs::set_permissions(&python, fs::Permissions::from_mode(0o755)).expect("its mode");
+    let mut command = untouched(ferrywire("nixl status --python"));
+    command.arg(&python).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let status = command.spawn().expect("it starts");
+    let until = Instant::now() + GRACE;
+    while !asked.exists() {
+        assert!(Instant::now() < until, "it does not ask the interpreter");
+        thread::sleep(Duration::from_millis(10));
+    }
+    let killed = Command::new("kill").args(["-TERM", &status.id().to_string()]).status();
+    assert!(killed.expect("kill runs").success());
+    let output = end_within(TIMEOUT_DEFAULT, status);
+    assert_eq!((output.status.code(), text(&output.stderr).as_str()), (Some(143), ""));
 }
