@@ -181,6 +181,9 @@ fn visit(plan: &DoctorPlan, topology: &Topology, findings: &mut Vec<Finding>) ->
         }
     };
     let facts = PeerFacts::visit(&plan.engine, topology, &addresses, plan.timeout)?;
+    if sys::interrupted() {
+        return Err(Failure::Interrupted);
+    }
     findings.extend(peer::judge(&facts, topology, &plan.engine.nics));
     Ok(Some(facts))
 }

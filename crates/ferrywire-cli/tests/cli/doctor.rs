@@ -3,11 +3,15 @@
 use std::collections::BTreeSet;
 use std::io::Write;
 use std::net::TcpListener;
+use std::os::unix::fs::PermissionsExt;
 use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use crate::common::{Serve, TIMEOUT_DEFAULT, ferrywire, first_error, json, run_within, text, unwritten};
+use crate::common::{
+    GRACE, Serve, TIMEOUT_DEFAULT, end_within, ferrywire, first_error, json, run_within, text, unwritten,
+};
 use crate::compile::compile;
 use crate::contained::Group;
 use crate::docs;
@@ -349,4 +353,27 @@ fn a_report_that_cannot_be_written_is_a_failure() {
     if run("").status.success() {
         unwritten(&mut doctor("--json"));
     }
+}
+
+/// Regression: a signal while `ip` was asked for routes was no reason to stop, and the exit status was 0.
+#[test]
+fn a_signal_while_routes_are_read_ends_the_command_as_interrupted() {
+    let serve = Serve::start("--memory host");
+    let folder = tempfile::tempdir().expect("a folder");
+    let (ip, asked) = (folder.path().join("ip"), folder.path().join("asked"));
+    std::fs::write(&ip, "#!/bin/sh\n: > \"${0%/*}/asked\"\nexec sleep 600\n").expect("written");
+    std::fs::set_permissions(&ip, std::fs::Permissions::from_mode(0o755)).expect("its mode");
+    let path = format!("{}:{}", folder.path().display(), std::env::var("PATH").expect("a path"));
+    let mut command = ferrywire(&format!("doctor --timeout 60 {}", serve.address));
+    command.env("PATH", path).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let doctor = command.spawn().expect("it starts");
+    let until = Instant::now() + GRACE;
+    while !asked.exists() {
+        assert!(Instant::now() < until, "it asks for no route");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let killed = Command::new("kill").args(["-TERM", &doctor.id().to_string()]).status();
+    assert!(killed.expect("kill runs").success());
+    let output = end_within(TIMEOUT_DEFAULT, doctor);
+    assert_eq!((output.status.code(), text(&output.stdout).as_str()), (Some(143), ""));
 }
