@@ -1,13 +1,15 @@
 //! Runs of several processes: by flags, by the variables of launchers, and by launchers that are here.
 
+use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::process::{Command, Output, Stdio};
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
 use std::{fs, thread};
 
 use serde_json::Value;
 
-use crate::common::{TIMEOUT_DEFAULT, first_error, json, results, text};
+use crate::common::{TIMEOUT_DEFAULT, first_error, json, results, run_within, text};
 use crate::driver;
 use crate::hosted::{ONE_HOST, with_plugin};
 use crate::launched::{Launched, all_well, error_line, flags, port, untouched};
@@ -447,6 +449,26 @@ fn a_rank_with_another_secret_is_refused_with_the_cause() {
     })
     .end();
     all_well(&outputs);
+}
+
+/// Regression: a rank ended when rank 0 could take no further peer for a moment.
+#[test]
+fn a_rank_that_rank_0_cannot_take_at_the_moment_tries_again() {
+    let full = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let port = full.local_addr().expect("it has one").port();
+    let (refused, attempts) = mpsc::channel();
+    thread::spawn(move || {
+        for mut socket in full.incoming().map_while(Result::ok) {
+            // A refusal in clear: its mark, the code for a limit, and the length of an empty text.
+            let _ = socket.read(&mut [0; 4096]).and_then(|_| socket.write_all(&[0xff, 0xff, 5, 0, 0]));
+            let _ = refused.send(socket);
+        }
+    });
+    let mut rank = untouched("bench --memory host --sizes 4K --iters 3 --timeout 2");
+    let output = run_within(Duration::from_secs(2), rank.args(flags(1, 2, port)));
+    let said = text(&output.stderr);
+    assert!(said.contains("rank 0 was not reached within 2 s"), "{said}");
+    assert!(attempts.try_iter().count() > 1, "{said}");
 }
 
 #[test]

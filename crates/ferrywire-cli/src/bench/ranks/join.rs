@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ferrywire::{ConnectError, Endpoint, Error, Peer};
+use ferrywire::{ConnectError, Endpoint, Error, Peer, RefusalReason};
 
 use super::super::connect;
 use super::messages::Card;
@@ -47,14 +47,7 @@ pub fn dial(endpoint: &Endpoint, plan: &RanksPlan) -> Outcome<Peer> {
         for address in &plan.group {
             match dial_once(endpoint, *address, since, plan.bench.timeout)? {
                 Ok(peer) => return Ok(peer),
-                // Another attempt would fail for the same reason.
-                Err(
-                    error @ (ConnectError::Refused { .. }
-                    | ConnectError::Invalid { .. }
-                    | ConnectError::NoUsableNic { .. }),
-                ) => {
-                    return Err(connect::explain(&error));
-                }
+                Err(error) if is_final(&error) => return Err(connect::explain(&error)),
                 Err(error) => last = Some(error),
             }
         }
@@ -67,6 +60,15 @@ pub fn dial(endpoint: &Endpoint, plan: &RanksPlan) -> Outcome<Peer> {
             )));
         }
         pause(DIAL_INTERVAL)?;
+    }
+}
+
+/// Whether another attempt would fail for the same reason.
+fn is_final(error: &ConnectError) -> bool {
+    match error {
+        ConnectError::Refused { reason, .. } => !matches!(reason, RefusalReason::Busy | RefusalReason::Limit),
+        ConnectError::Invalid { .. } | ConnectError::NoUsableNic { .. } => true,
+        _ => false,
     }
 }
 
