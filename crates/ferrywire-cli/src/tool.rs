@@ -1,7 +1,7 @@
 //! Runs another program and returns its output, with a time limit.
 
 use std::fmt;
-use std::io::Read;
+use std::io::{self, Read};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{self, Receiver};
 use std::thread;
@@ -48,9 +48,8 @@ pub fn run(command: &mut Command, limit: Duration) -> Result<String, NoOutput> {
     let spawned = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
     let mut child = spawned.map_err(|error| NoOutput::NotStarted(error.to_string()))?;
     let (said, complaints) = (read(child.stdout.take()), read(child.stderr.take()));
-    let Some(status) = ended(&mut child, until) else {
-        let _ = child.kill();
-        let _ = ended(&mut child, Instant::now() + KILLED_MAX);
+    let Some(status) = ended(&mut child, || Instant::now() >= until || sys::interrupted()) else {
+        let _ = kill(&mut child, KILLED_MAX);
         return Err(NoOutput::Late(limit));
     };
     // A process started by the program may hold the pipes open.
@@ -76,11 +75,36 @@ fn read(pipe: Option<impl Read + Send + 'static>) -> Receiver<String> {
     said
 }
 
-fn ended(child: &mut Child, until: Instant) -> Option<ExitStatus> {
+/// A process that can be killed and asked whether it has ended.
+pub trait Process {
+    fn kill(&mut self) -> io::Result<()>;
+    fn try_wait(&mut self) -> io::Result<Option<ExitStatus>>;
+}
+
+impl Process for Child {
+    fn kill(&mut self) -> io::Result<()> {
+        Child::kill(self)
+    }
+
+    fn try_wait(&mut self) -> io::Result<Option<ExitStatus>> {
+        Child::try_wait(self)
+    }
+}
+
+/// Kills a process and waits for its end, up to a limit: a process that a driver holds in the kernel does not end.
+/// `None` if it has not ended.
+pub fn kill(process: &mut impl Process, limit: Duration) -> Option<ExitStatus> {
+    let _ = process.kill();
+    let until = Instant::now() + limit;
+    ended(process, || Instant::now() >= until)
+}
+
+/// Waits for the end of a process until `is_over`.
+fn ended(process: &mut impl Process, is_over: impl Fn() -> bool) -> Option<ExitStatus> {
     loop {
-        match child.try_wait() {
+        match process.try_wait() {
             Ok(Some(status)) => return Some(status),
-            Ok(None) if Instant::now() < until && !sys::interrupted() => thread::sleep(POLL),
+            Ok(None) if !is_over() => thread::sleep(POLL),
             _ => return None,
         }
     }
@@ -89,6 +113,23 @@ fn ended(child: &mut Child, until: Instant) -> Option<ExitStatus> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A process that the kernel does not let end.
+    #[derive(Default)]
+    struct Held {
+        killed: bool,
+    }
+
+    impl Process for Held {
+        fn kill(&mut self) -> io::Result<()> {
+            self.killed = true;
+            Ok(())
+        }
+
+        fn try_wait(&mut self) -> io::Result<Option<ExitStatus>> {
+            Ok(None)
+        }
+    }
 
     const LONG: Duration = Duration::from_secs(60);
 
@@ -111,5 +152,15 @@ mod tests {
         assert_eq!(NoOutput::Late(limit).to_string(), "no answer within 0.05 s");
         let missing = run(&mut Command::new("no-such-program"), LONG);
         assert!(matches!(missing, Err(NoOutput::NotStarted(why)) if why.contains("No such file")));
+    }
+
+    /// Regression: the parent of a plugin's process waited for the end of the killed process without a limit.
+    #[test]
+    fn a_killed_process_that_does_not_end_is_given_up() {
+        let mut held = Held::default();
+        assert_eq!(kill(&mut held, Duration::from_millis(10)), None);
+        assert!(held.killed);
+        let mut child = Command::new("sleep").arg("600").spawn().expect("it starts");
+        assert!(kill(&mut child, LONG).is_some_and(|status| !status.success()));
     }
 }

@@ -13,8 +13,9 @@ use super::{child_secret, parent};
 use crate::args::variable;
 use crate::exit::{Failure, Outcome};
 use crate::plan::ConnectPlan;
-use crate::sys;
+use crate::plugin::KILLED_MAX;
 use crate::units::rounded;
+use crate::{sys, tool};
 
 /// Longest time for a peer to end after it was interrupted. It exceeds the time of the peer's last message and of
 /// closing, after which the peer undoes its changes of NICs.
@@ -120,8 +121,7 @@ impl Companions {
             thread::sleep(POLL_INTERVAL);
         }
         for peer in &mut self.peers {
-            let _ = peer.child.kill();
-            let _ = peer.child.wait();
+            tool::kill(&mut peer.child, KILLED_MAX);
         }
     }
 }

@@ -18,8 +18,9 @@ use crate::args;
 use crate::exit::{self, Failure, Outcome};
 use crate::memory::{Memory, is_mps_running};
 use crate::plan::ConnectPlan;
-use crate::sys;
+use crate::plugin::KILLED_MAX;
 use crate::units::rounded;
+use crate::{sys, tool};
 
 /// Most bytes that are kept of the other end's standard error, for the error if that end does not start.
 const SAID_BYTES_MAX: u64 = 64 << 10;
@@ -105,10 +106,9 @@ impl OtherEnd {
 
     /// The failure if the other end has ended without a message, as after a kill.
     fn ended_silently(&mut self) -> Failure {
-        let _ = self.child.kill();
-        let ended = self.child.wait();
-        let is_usage = ended.as_ref().is_ok_and(|status| status.code() == Some(2));
-        let status = ended.map_or_else(|error| error.to_string(), |status| status.to_string());
+        let ended = tool::kill(&mut self.child, KILLED_MAX);
+        let is_usage = ended.is_some_and(|status| status.code() == Some(2));
+        let status = ended.map_or_else(|| "it does not end".to_owned(), |status| status.to_string());
         let printed = self.printed.take().and_then(|printed| printed.recv_timeout(LAST_WORDS).ok());
         let printed = String::from_utf8_lossy(&printed.unwrap_or_default()).into_owned();
         let first = printed.lines().next().unwrap_or("it printed no error");
@@ -146,8 +146,7 @@ impl OtherEnd {
 
 impl Drop for OtherEnd {
     fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        tool::kill(&mut self.child, KILLED_MAX);
     }
 }
 

@@ -20,8 +20,8 @@ use ferrywire_ncclnet::{EndKind, signal_name};
 
 use crate::exit::{self, Failure, Outcome};
 use crate::plan::PluginPlan;
-use crate::sys;
 use crate::units::rounded;
+use crate::{sys, tool};
 use child::Message;
 use report::Report;
 
@@ -30,6 +30,8 @@ const CHECK_INTERVAL: Duration = Duration::from_millis(50);
 /// After the child's end each further line is waited for at most this long, in case a process of its own holds the
 /// pipe.
 const LAST_WORDS: Duration = Duration::from_secs(2);
+/// Longest wait for the end of a killed child with a plugin or GPU memory, whose driver takes seconds to release both.
+pub const KILLED_MAX: Duration = Duration::from_secs(30);
 /// Limit of lines that are read after the child's end, in case a process of the child continues to write.
 const LAST_LINES_MAX: usize = 10_000;
 /// Lines of the plugin's output that are kept for the report of its end.
@@ -208,8 +210,7 @@ impl Watch<'_> {
 
 impl Drop for Watch<'_> {
     fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        tool::kill(&mut self.child, KILLED_MAX);
     }
 }
 
@@ -218,8 +219,7 @@ pub fn end_of(child: &mut Child) -> (String, EndKind) {
     let until = Instant::now() + LAST_WORDS;
     while matches!(child.try_wait(), Ok(None)) {
         if Instant::now() > until {
-            let _ = child.kill();
-            let _ = child.wait();
+            tool::kill(child, KILLED_MAX);
             let how = "the plugin closed the standard output of its process, which was killed".to_owned();
             return (how, EndKind::Exit);
         }

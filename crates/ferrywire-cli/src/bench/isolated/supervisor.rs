@@ -18,10 +18,10 @@ use super::Order;
 use super::message::{Assembler, Call, Message};
 use crate::exit::{Failure, Outcome};
 use crate::file;
-use crate::plugin::end_of;
-use crate::sys;
+use crate::plugin::{KILLED_MAX, end_of};
 use crate::transport::PluginUse;
 use crate::units::rounded;
+use crate::{sys, tool};
 
 /// How often a silent child is checked.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
@@ -215,8 +215,7 @@ impl<'a> Supervisor<'a> {
 
 impl Drop for Supervisor<'_> {
     fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        tool::kill(&mut self.child, KILLED_MAX);
     }
 }
 
