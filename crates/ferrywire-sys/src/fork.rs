@@ -5,6 +5,7 @@
 //! Invariant: the check costs one atomic load and takes no lock.
 //! Read next: [`Origin::check`]; [`Withheld`].
 
+use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::process;
 use std::sync::Once;
@@ -106,24 +107,43 @@ fn install_handler() {
 
 extern "C" fn in_child() {
     FORKS.fetch_add(1, Ordering::Relaxed);
-    let mut empty = FREE;
+    // An empty file, and whether this function has to close it.
+    let (mut empty, mut spare) = (FREE, false);
     for place in &WITHHELD {
         let fd = place.swap(FREE, Ordering::Relaxed);
         if fd == FREE {
             continue;
         }
-        // SAFETY: the calls only change descriptors of the child. The number stays in use, so no other file gets it.
-        unsafe {
-            if empty == FREE {
-                empty = libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK);
-            }
-            libc::dup3(empty, fd, libc::O_CLOEXEC);
+        if empty == FREE {
+            empty = empty_file();
+            spare = empty != FREE;
+        }
+        if empty == FREE && is_at_limit() {
+            // SAFETY: the call only changes a descriptor of the child. No other thread can take the number.
+            unsafe { libc::close(fd) };
+            empty = empty_file();
+            spare = empty != FREE && empty != fd;
+        }
+        if empty != fd {
+            // SAFETY: the call only changes descriptors of the child. The number stays in use, so no other file gets it.
+            unsafe { libc::dup3(empty, fd, libc::O_CLOEXEC) };
         }
     }
-    if empty != FREE {
+    if spare {
         // SAFETY: the descriptor is this function's own.
         unsafe { libc::close(empty) };
     }
+}
+
+/// A new empty file; [`FREE`] on failure.
+fn empty_file() -> RawFd {
+    // SAFETY: no memory is passed.
+    unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) }
+}
+
+/// Whether the last system call failed because the process has as many descriptors as it may.
+fn is_at_limit() -> bool {
+    io::Error::last_os_error().raw_os_error() == Some(libc::EMFILE)
 }
 
 #[cfg(test)]
@@ -131,7 +151,7 @@ mod tests {
     use super::*;
     use crate::mapping::{PAGE_BYTES, anonymous_file};
     use std::fs::{File, TryLockError};
-    use std::io::{self, Read};
+    use std::io::Read;
     use std::os::fd::{AsFd, OwnedFd};
 
     /// A forked child that does nothing, until this value is dropped.

@@ -5,10 +5,12 @@
 use crate::case::case;
 use crate::{LIMIT, listening, pair};
 use ferrywire::{Endpoint, Error, ErrorKind, Peer, Wakeup};
+use ferrywire_sys::fork::Withheld;
 use std::collections::BTreeSet;
-use std::fs;
-use std::io::{Read, Write};
+use std::fs::{self, File};
+use std::io::{PipeReader, PipeWriter, Read, Write};
 use std::net::TcpListener;
+use std::os::fd::{AsFd, AsRawFd};
 use std::time::{Duration, Instant};
 
 /// Runs `body` in a forked child, which has to end well.
@@ -42,7 +44,11 @@ struct Sleeping(libc::pid_t);
 impl Sleeping {
     /// Returns once the fork handlers have run in the child.
     fn fork() -> Sleeping {
-        let (mut started, mut starts) = std::io::pipe().unwrap();
+        Sleeping::fork_with(std::io::pipe().unwrap())
+    }
+
+    /// The same with a pipe that exists already.
+    fn fork_with((mut started, mut starts): (PipeReader, PipeWriter)) -> Sleeping {
         // SAFETY: the child only makes system calls, and never returns from here.
         let child = unsafe { libc::fork() };
         assert!(child >= 0, "fork failed");
@@ -273,5 +279,45 @@ fn a_child_that_lives_on_holds_no_connection_and_no_port_of_its_parent() {
         pair.far.close(LIMIT).unwrap();
         pair.ends.iter().for_each(|end| end.close(LIMIT).unwrap());
         drop(TcpListener::bind(address).expect("the child does not listen there"));
+    });
+}
+
+/// Lowers the descriptor limit to a few above the highest number in use, and takes what is left. The files are to be kept.
+fn take_all_descriptors() -> Vec<File> {
+    let open = fs::read_dir("/proc/self/fd").unwrap();
+    let highest =
+        open.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u64>().ok()).max().unwrap();
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: the pointers are to a whole limit.
+    let lowered = unsafe {
+        assert_eq!(libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit), 0);
+        limit.rlim_cur = highest + 4;
+        libc::setrlimit(libc::RLIMIT_NOFILE, &limit)
+    };
+    assert_eq!(lowered, 0);
+    std::iter::from_fn(|| File::open("/dev/null").ok()).collect()
+}
+
+/// Regression: a child had no descriptor left for the empty file that replaces its parent's sockets, and kept all of them.
+/// There is no endpoint here: its metrics thread waits in `accept`, and the descriptor that waits with it is free in a child.
+#[test]
+fn a_child_at_the_descriptor_limit_holds_no_socket_of_its_parent() {
+    case!("").passes(|| {
+        let listeners = [0, 0].map(|_| TcpListener::bind("127.0.0.1:0").unwrap());
+        let addresses = listeners.each_ref().map(|listener| listener.local_addr().unwrap());
+        let withheld = listeners.each_ref().map(|listener| Withheld::new(listener.as_fd()));
+        let pipe = std::io::pipe().unwrap();
+        let files = take_all_descriptors();
+        let child = Sleeping::fork_with(pipe);
+        drop(files);
+        assert_eq!(tcp_sockets(child.0), BTreeSet::new());
+        for listener in &listeners {
+            let link = fs::read_link(format!("/proc/{}/fd/{}", child.0, listener.as_raw_fd()));
+            assert_eq!(link.unwrap().to_str(), Some("anon_inode:[eventfd]"), "the number stays in use");
+        }
+        drop((withheld, listeners));
+        for address in addresses {
+            drop(TcpListener::bind(address).expect("the child does not listen there"));
+        }
     });
 }
