@@ -12,8 +12,13 @@ use super::error::{About, CudaError, NO_DEVICE, Result, call, check};
 use super::functions::Functions;
 use cudarc::driver::sys;
 use ferrywire_proto::limits::CUDA_DRIVER_VERSION_MIN;
-use std::ffi::{CStr, c_char, c_int};
+use libloading::Library as File;
+use std::ffi::{CStr, OsStr, c_char, c_int};
+use std::os::unix::ffi::OsStrExt;
 use std::sync::OnceLock;
+
+/// Name of the library file. The toolkit's stub, which has no driver, is `libcuda.so`.
+const FILE_NAME: &CStr = c"libcuda.so.1";
 
 /// `CUmemcpyAttributes`, available since CUDA 12.8.
 #[repr(C)]
@@ -89,35 +94,43 @@ fn is_mapped() -> bool {
     // SAFETY: the name is a terminated text; the call loads nothing that is not loaded already, and the
     // handle is not kept.
     unsafe {
-        let found = libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOLOAD | libc::RTLD_LAZY);
+        let found = libc::dlopen(FILE_NAME.as_ptr(), libc::RTLD_NOLOAD | libc::RTLD_LAZY);
         !found.is_null() && libc::dlclose(found) == 0
     }
 }
 
-fn find() -> Result<Library> {
-    // SAFETY: loading the driver runs its start-up code, which programs that use CUDA run anyway.
-    if !unsafe { sys::is_culib_present() } {
-        return Err(CudaError::NoDriver);
+/// The library file, loaded at first need and never unloaded; `None` when it cannot be loaded.
+fn file() -> Option<&'static File> {
+    static FILE: OnceLock<File> = OnceLock::new();
+    if let Some(file) = FILE.get() {
+        return Some(file);
     }
-    let version = version()?;
+    // SAFETY: loading the driver runs its start-up code, which programs that use CUDA run anyway.
+    let file = unsafe { File::new(OsStr::from_bytes(FILE_NAME.to_bytes())) }.ok()?;
+    Some(FILE.get_or_init(|| file))
+}
+
+fn find() -> Result<Library> {
+    let file = file().ok_or(CudaError::NoDriver)?;
+    let version = version(file)?;
     if version < CUDA_DRIVER_VERSION_MIN {
         return Err(CudaError::OldDriver { found: version, needed: CUDA_DRIVER_VERSION_MIN });
     }
-    // SAFETY: the library is present, and is never unloaded.
-    let functions = unsafe { Functions::of(version) }?;
-    // SAFETY: the library is present; the function has had this type since it first appeared.
-    let copy_batch = unsafe { sys::culib().get::<CopyBatch>(b"cuMemcpyBatchAsync\0") };
+    // SAFETY: the file is the driver's, and is never unloaded.
+    let functions = unsafe { Functions::of(file, version) }?;
+    // SAFETY: the function has had this type since it first appeared.
+    let copy_batch = unsafe { file.get::<CopyBatch>(b"cuMemcpyBatchAsync\0") };
     Ok(Library { version, functions, copy_batch: copy_batch.ok().map(|found| *found) })
 }
 
-fn version() -> Result<u32> {
+fn version(file: &File) -> Result<u32> {
     type Version = unsafe extern "C" fn(*mut c_int) -> u32;
     let symbol = "cuDriverGetVersion";
     let mut version = 0;
-    // SAFETY: the library is present; the function has had this type since it first appeared, and writes one
-    // number, for which there is room.
+    // SAFETY: the function has had this type since it first appeared, and writes one number, for which there is
+    // room.
     let code = unsafe {
-        let asked = sys::culib().get::<Version>(symbol.as_bytes());
+        let asked = file.get::<Version>(symbol.as_bytes());
         asked.map_err(|_| CudaError::MissingSymbol { symbol, version: 0 })?(&mut version)
     };
     check(symbol, About::default(), code).map(|()| u32::try_from(version).unwrap_or(0))
@@ -142,10 +155,10 @@ pub(super) fn words(code: u32) -> (&'static str, &'static str) {
     type Words = unsafe extern "C" fn(u32, *mut *const c_char) -> u32;
     let ask = |symbol: &[u8]| {
         let mut text = std::ptr::null();
-        // SAFETY: the driver returned this code, so the library is present. The code is passed as a number,
-        // since a newer driver may have codes unknown here; the texts live as long as the driver.
+        // SAFETY: the code is passed as a number, since a newer driver may have codes unknown here; the texts
+        // live as long as the driver.
         let text = unsafe {
-            let words = sys::culib().get::<Words>(symbol).ok()?;
+            let words = file()?.get::<Words>(symbol).ok()?;
             let answer = words(code, &mut text);
             (answer == 0 && !text.is_null()).then(|| CStr::from_ptr(text))
         };

@@ -27,14 +27,14 @@ macro_rules! functions {
             /// Loads all functions of the driver; returns an error for the first that is missing.
             ///
             /// # Safety
-            /// The driver library is present, and has this version.
-            pub(super) unsafe fn of(version: u32) -> Result<Functions> {
+            /// The file is the driver library, is never unloaded, and has this version.
+            pub(super) unsafe fn of(file: &libloading::Library, version: u32) -> Result<Functions> {
                 Ok(Functions {
                     $($name: {
                         let symbol = stringify!($name);
                         // SAFETY: the function of this name has this type, which the compiler compares with
                         // the bindings.
-                        *unsafe { sys::culib().get(symbol.as_bytes()) }
+                        *unsafe { file.get(symbol.as_bytes()) }
                             .map_err(|_| CudaError::MissingSymbol { symbol, version })?
                     },)+
                 })

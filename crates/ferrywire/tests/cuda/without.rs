@@ -5,7 +5,7 @@ use crate::ends;
 use crate::rounds::lose_a_peer;
 use ferrywire::{Endpoint, Error, MemoryLocation, RegisterError, TransferError};
 use ferrywire_memory::cuda::{CudaError, CudaGpu, pointer};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::{Duration, Instant};
@@ -26,10 +26,15 @@ fn child(folder: &Path, tests: &[&str]) -> String {
 
 /// Runs the body of a test in a process that finds this driver.
 fn with_driver(name: &str, defines: &[&str], body: impl FnOnce()) {
+    with_folder(name, || stand_in(defines), body);
+}
+
+/// Runs the body of a test in a process that finds the libraries of a folder, or of several with colons between them.
+fn with_folder(name: &str, folder: impl FnOnce() -> PathBuf, body: impl FnOnce()) {
     if std::env::var_os(CHILD).is_some() {
         return body();
     }
-    let said = child(&stand_in(defines), &["--exact", name]);
+    let said = child(&folder(), &["--exact", name]);
     assert!(said.contains("1 passed"), "{said}");
 }
 
@@ -63,6 +68,28 @@ fn an_old_driver_is_refused_with_both_versions() {
         let with_gpu = Endpoint::builder().plugin(ends::plugin().gpu(MemoryLocation::Cuda(0)));
         assert_eq!(with_gpu.build().unwrap_err(), Error::Cuda(error.clone()));
         assert!(error.to_string().contains("CUDA 11.8"), "{error}");
+    });
+}
+
+/// The folder of the toolkit's stub, which has only the short name, before that of the driver.
+fn stub_and_driver() -> PathBuf {
+    let stub = Path::new(env!("CARGO_TARGET_TMPDIR")).join("cuda-stub");
+    std::fs::create_dir_all(&stub).unwrap();
+    let copy = stub.join(format!("libcuda.{}", std::process::id()));
+    std::fs::copy(stand_in(&["VERSION=11080"]).join("libcuda.so"), &copy).unwrap();
+    std::fs::rename(copy, stub.join("libcuda.so")).unwrap();
+    let folders = std::env::join_paths([stub, stand_in(&[])]).unwrap();
+    folders.into()
+}
+
+/// Regression: the stub was loaded beside the driver, and called instead of it.
+#[test]
+fn a_stub_beside_the_driver_is_not_loaded() {
+    with_folder("without::a_stub_beside_the_driver_is_not_loaded", stub_and_driver, || {
+        // SAFETY: a name with its end.
+        assert!(!unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW) }.is_null());
+        assert_eq!(ferrywire_memory::cuda::driver_version(), Ok(12040));
+        CudaGpu::open(0).unwrap();
     });
 }
 
