@@ -38,7 +38,7 @@ const _: () = assert!(limits::CUDA_GPUS_MAX <= u16::MAX as usize);
 
 impl MemoryLocation {
     /// The location of `bytes` bytes at an address of this process. Returns an error for a range that spans
-    /// several locations.
+    /// several locations, and for memory of a GPU whose driver cannot be used.
     pub fn of(base: *mut u8, bytes: u64) -> Result<MemoryLocation> {
         let address = base as u64;
         let Some((index, first, len)) = SimGpu::of(address) else {

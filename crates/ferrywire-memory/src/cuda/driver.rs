@@ -5,15 +5,18 @@
 //! ```
 //!
 //! Invariants: no function of the driver is called before `library` has found all of [`Functions`], so a
-//! missing one is an error; registering host memory neither loads nor initialises the driver.
+//! missing one is an error, except those that [`memory_type`] and error texts need; registering host memory
+//! neither loads nor initialises the driver.
 //! Read next: `functions.rs`; `gpu.rs`, its first user.
 
-use super::error::{About, CudaError, NO_DEVICE, Result, call, check};
+use super::error::{
+    About, CudaError, INVALID_VALUE, NO_DEVICE, NOT_INITIALIZED, Result, STUB_LIBRARY, call, check,
+};
 use super::functions::Functions;
 use cudarc::driver::sys;
 use ferrywire_proto::limits::CUDA_DRIVER_VERSION_MIN;
 use libloading::Library as File;
-use std::ffi::{CStr, OsStr, c_char, c_int};
+use std::ffi::{CStr, OsStr, c_char, c_int, c_void};
 use std::os::unix::ffi::OsStrExt;
 use std::sync::OnceLock;
 
@@ -75,14 +78,34 @@ pub(super) fn driver() -> Result<&'static Driver> {
     DRIVER.get_or_init(|| library().and_then(|_| initialise())).as_ref().map_err(CudaError::clone)
 }
 
-/// The driver library if this process has loaded it already; this call never loads it.
-pub(super) fn library_if_mapped() -> Option<&'static Library> {
-    static MAPPED: OnceLock<Option<&'static Library>> = OnceLock::new();
+/// The driver library if this process has loaded it already; this call never loads it. An error when it cannot
+/// be used.
+pub(super) fn library_if_mapped() -> Option<Result<&'static Library>> {
+    static MAPPED: OnceLock<Result<&'static Library>> = OnceLock::new();
     if let Some(known) = MAPPED.get() {
-        return *known;
+        return Some(known.clone());
     }
     // While the library is absent it may still be loaded later, so the answer is not cached.
-    is_mapped().then(|| *MAPPED.get_or_init(|| library().ok())).flatten()
+    is_mapped().then(|| MAPPED.get_or_init(library).clone())
+}
+
+/// Asks a driver library that may lack functions for the type of the memory at an address: a value of
+/// `CUmemorytype`, and 0 for memory that it does not know. `None` when the library cannot answer.
+pub(super) fn memory_type(address: u64) -> Option<u32> {
+    type Ask = unsafe extern "C" fn(*mut c_void, u32, u64) -> u32;
+    let kind = sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE as u32;
+    let mut answer = 0u32;
+    // SAFETY: the function has had this type since it first appeared, and writes one number, for which there is
+    // room.
+    let code = unsafe {
+        let ask = file()?.get::<Ask>(b"cuPointerGetAttribute\0").ok()?;
+        ask((&raw mut answer).cast(), kind, address)
+    };
+    match code {
+        0 => Some(answer),
+        INVALID_VALUE | NOT_INITIALIZED | STUB_LIBRARY => Some(0),
+        _ => None,
+    }
 }
 
 /// Version of the driver in its own notation: 12040 is CUDA 12.4. Loads the driver.

@@ -168,7 +168,10 @@ impl fmt::Display for Failure {
     }
 }
 
+pub(super) const INVALID_VALUE: u32 = 1;
 pub(super) const OUT_OF_MEMORY: u32 = 2;
+pub(super) const NOT_INITIALIZED: u32 = 3;
+pub(super) const STUB_LIBRARY: u32 = 34;
 pub(super) const NO_DEVICE: u32 = 100;
 pub(super) const NOT_READY: u32 = 600;
 pub(super) const NOT_SUPPORTED: u32 = 801;

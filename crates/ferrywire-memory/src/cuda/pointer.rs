@@ -6,7 +6,7 @@
 //! was never loaded, and one more check per call while another library may still load it.
 
 use super::driver;
-use super::error::{CudaError, Result};
+use super::error::{About, CudaError, INVALID_VALUE, NOT_INITIALIZED, Result, check};
 use super::gpu::CudaGpu;
 use cudarc::driver::sys::CUpointer_attribute as Attribute;
 use std::ffi::c_void;
@@ -43,7 +43,7 @@ impl Found {
 const MEMORY_TYPE_HOST: u32 = 1;
 const MEMORY_TYPE_DEVICE: u32 = 2;
 
-/// The driver's attributes of an address; all zero for an address that the driver does not know.
+/// Attributes of an address; all zero for an address that the driver does not know.
 #[derive(Clone, Copy, Debug, Default)]
 struct Answers {
     memory_type: u32,
@@ -104,8 +104,20 @@ impl Answers {
     }
 }
 
-fn ask(address: u64) -> Option<Answers> {
-    let functions = &driver::library_if_mapped()?.functions;
+/// The driver's attributes of an address; `None` where no driver is loaded or initialised.
+///
+/// # Errors
+/// The driver's error; where the driver cannot be used, the reason, unless it says that the address is not the
+/// GPU's.
+fn attributes(address: u64) -> Result<Option<Answers>> {
+    let functions = match driver::library_if_mapped() {
+        None => return Ok(None),
+        Some(Ok(library)) => &library.functions,
+        Some(Err(unusable)) => {
+            let is_foreign = matches!(driver::memory_type(address), Some(0 | MEMORY_TYPE_HOST));
+            return if is_foreign { Ok(None) } else { Err(unusable) };
+        }
+    };
     let mut answers = Answers::default();
     let mut asked = [
         Attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
@@ -133,13 +145,27 @@ fn ask(address: u64) -> Option<Answers> {
         let count = asked.len() as u32;
         (functions.cuPointerGetAttributes)(count, asked.as_mut_ptr(), into.as_mut_ptr(), address)
     };
-    (code == 0).then_some(answers)
+    match code {
+        0 => Ok(Some(answers)),
+        // Some drivers refuse an address that they do not know.
+        INVALID_VALUE | NOT_INITIALIZED => Ok(None),
+        _ => check("cuPointerGetAttributes", About::default(), code).map(|()| None),
+    }
 }
 
-/// The GPU memory that contains an address; `None` for host memory, pinned or not, and while no driver is
-/// loaded.
+/// The driver's attributes of an address; `None` also where the driver fails.
+fn ask(address: u64) -> Option<Answers> {
+    attributes(address).ok().flatten()
+}
+
+/// The GPU memory that contains an address; `None` for host memory, pinned or not, while no driver is loaded,
+/// and where the driver fails.
 pub fn of(address: u64) -> Option<Found> {
     ask(address)?.found()
+}
+
+fn find(address: u64) -> Result<Option<Found>> {
+    Ok(attributes(address)?.and_then(|answers| answers.found()))
 }
 
 /// The GPU memory that contains an address, extended by adjacent pieces of one reserved range until it holds
@@ -167,12 +193,13 @@ pub fn pinned(gpu: &CudaGpu, address: u64) -> Option<(u64, u64)> {
 /// range may span several adjacent pieces.
 ///
 /// # Errors
-/// [`CudaError::OutOfRange`] when the range starts in GPU memory and leaves it.
+/// [`CudaError::OutOfRange`] when the range starts in GPU memory and leaves it; the driver's error where it
+/// cannot say whose memory the range is, or knows GPU memory there and cannot be used.
 pub fn gpu_of_range(address: u64, bytes: u64) -> Result<Option<u32>> {
-    let Some(first) = of(address) else { return Ok(None) };
+    let Some(first) = find(address)? else { return Ok(None) };
     let (mut end, wanted) = (first.end(), address.saturating_add(bytes));
     while end < wanted {
-        match of(end) {
+        match find(end)? {
             Some(next) if next.gpu == first.gpu && next.end() > end => end = next.end(),
             _ => return Err(CudaError::OutOfRange { address, bytes, end }),
         }

@@ -467,7 +467,7 @@ impl Endpoint {
     ///
     /// # Errors
     /// [`RegisterError::Cuda`] or [`RegisterError::SimGpu`] if the range begins in GPU memory and extends beyond its
-    /// allocation. [`RegisterError::Invalid`] for a null pointer with a size.
+    /// allocation, or if the driver fails or cannot be used. [`RegisterError::Invalid`] for a null pointer with a size.
     ///
     /// # Safety
     /// `bytes` bytes at `base` must stay allocated, and on the host readable and writable, until the

@@ -314,9 +314,13 @@ int cuMemGetHandleForAddressRange(void *into, address at, size_t bytes, int kind
     return NOT_SUPPORTED;
 }
 
+/* What each lookup of an address fails with, if not 0. */
+int lookup_code;
+
 #ifndef INCOMPLETE
 int cuPointerGetAttributes(unsigned count, int *asked, void **into, address at) {
     if (!initialised) return NOT_INITIALIZED;
+    if (lookup_code) return lookup_code;
     wait_while_held();
     pthread_mutex_lock(&lock);
     struct range *found = find(at), none = {0}, range = found ? *found : none;

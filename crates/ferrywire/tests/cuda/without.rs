@@ -5,10 +5,12 @@ use crate::ends;
 use crate::rounds::lose_a_peer;
 use ferrywire::{Endpoint, Error, MemoryLocation, RegisterError, TransferError};
 use ferrywire_memory::cuda::{CudaError, CudaGpu, pointer};
+use std::ffi::{CStr, c_void};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::{Duration, Instant};
+use std::{mem, ptr};
 
 const CHILD: &str = "FERRYWIRE_CUDA_CHILD";
 /// Far more than anything here takes.
@@ -128,6 +130,77 @@ fn host_memory_is_registered_without_loading_or_initialising_the_driver() {
         // SAFETY: room for a number; the stand-in has the function.
         let asked = unsafe { cudarc::driver::sys::cuDeviceGetCount(&mut count) } as u32;
         assert_eq!(asked, 3, "CUDA_ERROR_NOT_INITIALIZED");
+    });
+}
+
+/// A symbol of the loaded driver.
+fn symbol(name: &CStr) -> *mut c_void {
+    // SAFETY: names with their ends.
+    let found = unsafe {
+        let driver = libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW);
+        assert!(!driver.is_null());
+        libc::dlsym(driver, name.as_ptr())
+    };
+    assert!(!found.is_null(), "{name:?}");
+    found
+}
+
+/// Allocates memory of GPU 0 as another library does.
+fn foreign_memory(bytes: usize) -> *mut u8 {
+    type Init = unsafe extern "C" fn(u32) -> u32;
+    type Retain = unsafe extern "C" fn(*mut *mut c_void, i32) -> u32;
+    type Push = unsafe extern "C" fn(*mut c_void) -> u32;
+    type Alloc = unsafe extern "C" fn(*mut *mut u8, usize) -> u32;
+    let (mut context, mut memory) = (ptr::null_mut(), ptr::null_mut());
+    // SAFETY: the functions of the stand-in have these types, and write pointers, for which there is room.
+    let codes = unsafe {
+        let init = mem::transmute::<*mut c_void, Init>(symbol(c"cuInit"));
+        let retain = mem::transmute::<*mut c_void, Retain>(symbol(c"cuDevicePrimaryCtxRetain"));
+        let push = mem::transmute::<*mut c_void, Push>(symbol(c"cuCtxPushCurrent_v2"));
+        let alloc = mem::transmute::<*mut c_void, Alloc>(symbol(c"cuMemAlloc_v2"));
+        [init(0), retain(&mut context, 0), push(context), alloc(&mut memory, bytes)]
+    };
+    assert_eq!(codes, [0; 4]);
+    memory
+}
+
+/// Registers memory of the caller, which has to live long enough; says where it is.
+fn registered(end: &Endpoint, base: *mut u8, bytes: usize) -> Result<MemoryLocation, RegisterError> {
+    // SAFETY: the caller keeps the memory, and the region is dropped here.
+    unsafe { end.register_raw(base, bytes) }.map(|region| region.location())
+}
+
+/// Regression: the memory was registered as the host's, and the first access to it ended the process.
+#[test]
+fn memory_of_a_gpu_whose_driver_is_too_old_is_refused_and_host_memory_is_not() {
+    let name = "without::memory_of_a_gpu_whose_driver_is_too_old_is_refused_and_host_memory_is_not";
+    with_driver(name, &["VERSION=11080"], || {
+        let end = Endpoint::builder().build().unwrap();
+        let memory = foreign_memory(4096);
+        let too_old = CudaError::OldDriver { found: 11080, needed: 12000 };
+        assert_eq!(registered(&end, memory, 4096), Err(RegisterError::Cuda(too_old)));
+        let mut bytes = [0u8; 100];
+        assert_eq!(registered(&end, bytes.as_mut_ptr(), 100), Ok(MemoryLocation::Host));
+    });
+}
+
+/// Regression: it was registered as the host's.
+#[test]
+fn memory_whose_lookup_fails_is_refused() {
+    with_driver("without::memory_whose_lookup_fails_is_refused", &[], || {
+        let end = Endpoint::builder().build().unwrap();
+        let memory = foreign_memory(4096);
+        assert_eq!(registered(&end, memory, 4096), Ok(MemoryLocation::Cuda(0)));
+        let mut bytes = [0u8; 100];
+        // SAFETY: the stand-in has this `int`, which only this thread uses.
+        let code = unsafe { AtomicI32::from_ptr(symbol(c"lookup_code").cast()) };
+        code.store(700, Ordering::SeqCst);
+        let refused = registered(&end, memory, 4096).unwrap_err();
+        let RegisterError::Cuda(CudaError::Call { failure }) = refused else { panic!("{refused}") };
+        assert_eq!((failure.call, failure.code), ("cuPointerGetAttributes", 700));
+        // Some drivers refuse an address of the host so.
+        code.store(1, Ordering::SeqCst);
+        assert_eq!(registered(&end, bytes.as_mut_ptr(), 100), Ok(MemoryLocation::Host));
     });
 }
 
