@@ -20,11 +20,13 @@ use super::properties::{self, Properties};
 use super::{comm, ending, log};
 use ferrywire_proto::limits::{PLUGIN_DEVICES_MAX, PLUGINS_MAX};
 
-/// Counts the connections and attempts that must end before the plugin may be finalized.
+/// Counts what must end before the plugin may be finalized.
 #[derive(Debug, Default)]
 struct Uses {
     /// Number of open connections, and of attempts that the plugin has not answered.
     open: usize,
+    /// Number of calls under way that concern no connection.
+    calls: usize,
     finalized: bool,
 }
 
@@ -59,6 +61,15 @@ struct Inner {
 unsafe impl Send for Inner {}
 // SAFETY: the pointers may be used from any thread; every field that changes is atomic or behind a lock.
 unsafe impl Sync for Inner {}
+
+/// A call under way that concerns no connection. The plugin cannot be finalized before this value is dropped.
+struct CountedCall<'a>(&'a Plugin);
+
+impl Drop for CountedCall<'_> {
+    fn drop(&mut self) {
+        self.0.uses().calls -= 1;
+    }
+}
 
 const FINALIZED: Cause = Cause::Misuse("the plugin was finalized");
 
@@ -154,7 +165,7 @@ impl Plugin {
 
     /// Ends the plugin's context; v11 and later. The library stays loaded, and a later load starts it again.
     ///
-    /// Returns [`Cause::Misuse`] while connections are open or being made.
+    /// Returns [`Cause::Misuse`] while connections are open or being made, and while another call has not returned.
     pub fn finalize(self) -> Result<(), CallError> {
         let error = |cause| self.error(Call::Finalize, None, None, cause);
         let finalize = self.0.functions.finalize.ok_or_else(|| error(Cause::Missing))?;
@@ -162,6 +173,9 @@ impl Plugin {
         let mut uses = self.uses();
         if uses.open > 0 {
             return Err(error(Cause::Misuse("connections of the plugin are open, or being made")));
+        }
+        if uses.calls > 0 {
+            return Err(error(Cause::Misuse("a call of the plugin has not returned")));
         }
         uses.finalized = true;
         drop(uses);
@@ -247,10 +261,18 @@ impl Plugin {
         device: Option<i32>,
         run: impl FnOnce() -> ResultCode,
     ) -> Result<(), CallError> {
-        if self.uses().finalized {
-            return Err(self.error(call, device, None, FINALIZED));
-        }
+        let _counted = self.count_call().ok_or_else(|| self.error(call, device, None, FINALIZED))?;
         self.note(call, device, None, run)
+    }
+
+    /// Counts a call that concerns no connection; `None` when the plugin was finalized.
+    fn count_call(&self) -> Option<CountedCall<'_>> {
+        let mut uses = self.uses();
+        if uses.finalized {
+            return None;
+        }
+        uses.calls += 1;
+        Some(CountedCall(self))
     }
 
     /// Makes a call, records it while it runs, and converts its result.

@@ -6,6 +6,7 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
+#include <unistd.h>
 
 #if VERSION < 4 || VERSION > 12
 #error "VERSION is 4 to 12"
@@ -157,7 +158,15 @@ static result p_devices(int *count) {
     return 0;
 }
 
+#ifdef BLOCKS
+/* Until it is set, no call for properties returns. */
+volatile int may_return;
+#endif
+
 static result p_properties(int device, struct properties *p) {
+#ifdef BLOCKS
+    while (!may_return) usleep(1000);
+#endif
     static char names[5][16], paths[5][64];
     EXPECT(device >= 0 && device < 5);
     snprintf(names[device], sizeof names[device], "nic%d", device);

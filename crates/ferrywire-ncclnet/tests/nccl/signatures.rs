@@ -3,6 +3,8 @@
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::path::Path;
 use std::ptr::without_provenance_mut;
+use std::sync::atomic::{AtomicI32, Ordering};
+use std::time::{Duration, Instant};
 
 use ferrywire_ncclnet::abi::{
     NetAttr, NetDirectionAttr, PTR_CUDA, PTR_HOST, PointerType, ResultCode, Version,
@@ -14,6 +16,8 @@ use ferrywire_ncclnet::{
 
 use crate::compile::compile;
 
+/// Far more than anything here takes.
+const LIMIT: Duration = Duration::from_secs(60);
 const DEVICE: i32 = 3;
 const TAG: c_int = 0x12345670;
 const FLUSH_BYTES: usize = 0x7fff_fff1;
@@ -352,6 +356,32 @@ fn a_plugin_is_not_ended_while_it_connects() {
     assert_eq!(plugin.finalize(), Ok(()));
     let after = connecting.poll().expect_err("one answer per attempt");
     assert!(matches!(after.cause, Cause::Misuse(_)), "{after}");
+}
+
+/// Regression: the call then went on in a context that had ended.
+#[test]
+fn a_plugin_is_not_ended_while_a_call_is_under_way() {
+    let path = compile("plugin.c", &["VERSION=11", "BLOCKS=1"]);
+    // SAFETY: plugin.c is part of these tests.
+    let (loaded, object) = unsafe {
+        let loaded = Library::open(&path).and_then(|library| library.load(None));
+        (loaded, libloading::Library::new(&path).expect("loaded already"))
+    };
+    // SAFETY: plugin.c has this integer, which is volatile there.
+    let may_return = unsafe { AtomicI32::from_ptr(*object.get(b"may_return\0").expect("plugin.c has it")) };
+    let plugin = loaded.expect("loads");
+    let asks = plugin.clone();
+    let asking = std::thread::spawn(move || asks.properties(DEVICE).map(|properties| properties.name));
+    let start = Instant::now();
+    while plugin.inflight_calls().first().is_none_or(|call| call.call != Call::GetProperties) {
+        assert!(start.elapsed() < LIMIT, "the call does not begin");
+        std::thread::yield_now();
+    }
+    let busy = plugin.clone().finalize();
+    may_return.store(1, Ordering::SeqCst);
+    assert_eq!(asking.join().expect("it returns"), Ok("nic3".to_owned()));
+    assert!(matches!(busy, Err(ref error) if matches!(error.cause, Cause::Misuse(_))), "{busy:?}");
+    assert_eq!(plugin.finalize(), Ok(()));
 }
 
 fn request_of(posted: Posted) -> Request {
