@@ -165,12 +165,16 @@ impl Plugin {
 
     /// Ends the plugin's context; v11 and later. The library stays loaded, and a later load starts it again.
     ///
-    /// Returns [`Cause::Misuse`] while connections are open or being made, and while another call has not returned.
+    /// Returns [`Cause::Misuse`] while connections are open or being made, while another call has not returned, and
+    /// when the plugin was finalized before.
     pub fn finalize(self) -> Result<(), CallError> {
         let error = |cause| self.error(Call::Finalize, None, None, cause);
         let finalize = self.0.functions.finalize.ok_or_else(|| error(Cause::Missing))?;
         let mut started = started();
         let mut uses = self.uses();
+        if uses.finalized {
+            return Err(error(FINALIZED));
+        }
         if uses.open > 0 {
             return Err(error(Cause::Misuse("connections of the plugin are open, or being made")));
         }

@@ -331,6 +331,8 @@ impl Round {
             assert_eq!(ended, Ok(()));
             let after = self.plugin.listen(DEVICE).expect_err("it was finalized");
             assert!(matches!(after.cause, Cause::Misuse(_)), "{after}");
+            let again = self.plugin.clone().finalize().expect_err("only once");
+            assert!(matches!(again.cause, Cause::Misuse(_)), "{again}");
         } else {
             assert_eq!(ended.expect_err("not in this version").cause, Cause::Missing);
         }
