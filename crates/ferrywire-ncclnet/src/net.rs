@@ -73,10 +73,18 @@ impl Drop for CountedCall<'_> {
 
 const FINALIZED: Cause = Cause::Misuse("the plugin was finalized");
 
-/// Address of every table whose `init` was called, with the outcome.
-static STARTED: Mutex<Vec<(usize, Result<Plugin, LoadError>)>> = Mutex::new(Vec::new());
+/// A table whose `init` was called.
+struct Started {
+    /// Address of the table.
+    table: usize,
+    id: PluginId,
+    /// Outcome of `init`; `None` after the plugin was finalized.
+    outcome: Option<Result<Plugin, LoadError>>,
+}
 
-fn started() -> MutexGuard<'static, Vec<(usize, Result<Plugin, LoadError>)>> {
+static STARTED: Mutex<Vec<Started>> = Mutex::new(Vec::new());
+
+fn started() -> MutexGuard<'static, Vec<Started>> {
     STARTED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -183,7 +191,7 @@ impl Plugin {
         }
         uses.finalized = true;
         drop(uses);
-        started.retain(|(table, _)| *table != self.0.table as usize);
+        started.iter_mut().filter(|one| one.id == self.0.id).for_each(|one| one.outcome = None);
         // SAFETY: the context is the one of `init`, given back once.
         self.note(Call::Finalize, None, None, || unsafe { finalize(self.0.context) })
     }
@@ -341,21 +349,36 @@ impl Plugin {
         // outcome.
         let mut started = started();
         let key = found.address as usize;
-        if let Some((_, outcome)) = started.iter().find(|(table, _)| *table == key) {
-            return outcome.clone();
+        let known = started.iter().position(|one| one.table == key);
+        if let Some(outcome) = known.and_then(|at| started[at].outcome.clone()) {
+            return outcome;
         }
+        // A table that starts again keeps its id.
+        let at = match known {
+            Some(at) => at,
+            None => {
+                let id = Plugin::register(&found)?;
+                // From now on the plugin's threads may run the library's code, so the library is never closed.
+                std::mem::forget(library);
+                started.push(Started { table: key, id, outcome: None });
+                started.len() - 1
+            }
+        };
+        // SAFETY: the caller promises a table of the library, which is trusted.
+        let outcome = unsafe { Plugin::init(started[at].id, found) };
+        started[at].outcome = Some(outcome.clone());
+        outcome
+    }
+
+    /// The id of a table that starts for the first time.
+    fn register(found: &FoundTable) -> Result<PluginId, LoadError> {
         let Some(id) = clock::register(&found.name) else {
             let why =
                 format!("limit PLUGINS_MAX = {PLUGINS_MAX} reached: end this process and start another");
-            return Err(LoadError::Limit { path: found.path, why });
+            return Err(LoadError::Limit { path: found.path.clone(), why });
         };
         ending::watch(id, found.address);
-        // From now on the plugin's threads may run the library's code, so the library is never closed.
-        std::mem::forget(library);
-        // SAFETY: the caller promises a table of the library, which is trusted.
-        let outcome = unsafe { Plugin::init(id, found) };
-        started.push((key, outcome.clone()));
-        outcome
+        Ok(id)
     }
 
     /// # Safety

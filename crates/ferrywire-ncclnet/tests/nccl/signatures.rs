@@ -14,7 +14,7 @@ use ferrywire_ncclnet::{
     Request, SendComm,
 };
 
-use crate::compile::compile;
+use crate::compile::{alone, compile};
 
 /// Far more than anything here takes.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -384,6 +384,19 @@ fn a_plugin_is_not_ended_while_a_call_is_under_way() {
     assert_eq!(asking.join().expect("it returns"), Ok("nic3".to_owned()));
     assert!(matches!(busy, Err(ref error) if matches!(error.cause, Cause::Misuse(_))), "{busy:?}");
     assert_eq!(plugin.finalize(), Ok(()));
+}
+
+/// Regression: each start took another of the few ids of a process.
+#[test]
+fn a_plugin_is_started_and_ended_as_often_as_wanted() {
+    alone("signatures::a_plugin_is_started_and_ended_as_often_as_wanted", || {
+        let path = compile("plugin.c", &["VERSION=11"]);
+        for _ in 0..300 {
+            // SAFETY: plugin.c is part of these tests.
+            let loaded = unsafe { Library::open(&path).and_then(|library| library.load(None)) };
+            assert_eq!(loaded.expect("loads").finalize(), Ok(()));
+        }
+    });
 }
 
 fn request_of(posted: Posted) -> Request {
