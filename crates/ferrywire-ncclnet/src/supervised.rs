@@ -52,7 +52,8 @@ impl SupervisedProcess {
     /// Starts the program. The command sets its standard streams, environment and arguments.
     ///
     /// # Errors
-    /// The operating system's error when the process cannot be started.
+    /// The operating system's error when the process, or the thread that reads its log lines, cannot be started. No
+    /// process runs then.
     pub fn spawn(mut command: Command) -> io::Result<SupervisedProcess> {
         let (reader, writer) = io::pipe()?;
         let descriptor = writer.as_raw_fd();
@@ -66,9 +67,11 @@ impl SupervisedProcess {
         };
         // SAFETY: the closure allocates nothing and takes no lock.
         unsafe { command.pre_exec(keep) };
-        let child = command.spawn()?;
-        drop(writer);
+        // The thread comes first: a child that runs is never reported as an error.
         let said = thread::Builder::new().name("ferrywire-watch".into()).spawn(move || last_lines(reader))?;
+        let child = command.spawn()?;
+        // The thread ends when no process has this end of the pipe.
+        drop(writer);
         Ok(SupervisedProcess { child, said })
     }
 

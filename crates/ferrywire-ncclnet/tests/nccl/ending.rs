@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 
 use ferrywire_ncclnet::{Call, Library, SupervisedProcess, log};
 
-use crate::compile::broken;
+use crate::compile::{alone, broken};
 
 /// Environment variable with the task of [`a_program`].
 const TASK: &str = "FERRYWIRE_TEST_ENDING";
@@ -115,4 +115,28 @@ fn a_supervised_exit_is_reported_by_its_supervisor() {
     assert_eq!(own, 0);
     assert_eq!(watched("ACCEPT_BLOCKS", "accept"), (Some(7), None, 0));
     assert_eq!(watched("NOTHING", "listen"), (Some(0), None, 0));
+}
+
+/// Regression: the caller got an error, and no handle of the process that ran.
+#[test]
+fn a_process_whose_lines_cannot_be_read_is_not_started() {
+    alone("ending::a_process_whose_lines_cannot_be_read_is_not_started", || {
+        let pages = std::fs::read_to_string("/proc/self/statm").expect("a size");
+        let pages: u64 = pages.split(' ').next().and_then(|size| size.parse().ok()).expect("a number");
+        let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+        // SAFETY: the pointers are to whole limits. Half a MiB more than is used has no room for a thread's stack.
+        let refused = unsafe {
+            assert_eq!(libc::getrlimit(libc::RLIMIT_AS, &mut limit), 0);
+            let before = limit;
+            limit.rlim_cur = pages * libc::sysconf(libc::_SC_PAGESIZE) as u64 + (512 << 10);
+            assert_eq!(libc::setrlimit(libc::RLIMIT_AS, &limit), 0);
+            let refused = SupervisedProcess::spawn(Command::new("true"));
+            assert_eq!(libc::setrlimit(libc::RLIMIT_AS, &before), 0);
+            refused
+        };
+        assert!(refused.is_err(), "a thread was started");
+        // SAFETY: no memory is passed.
+        let child = unsafe { libc::waitpid(-1, std::ptr::null_mut(), libc::WNOHANG) };
+        assert_eq!(child, -1, "there is a child");
+    });
 }
