@@ -13,7 +13,7 @@
 //! Read next: `ending.rs`.
 
 use std::io::{self, BufRead, BufReader, PipeReader};
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitStatus};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,7 +22,7 @@ use std::thread::{self, JoinHandle};
 use super::ending::{EndKind, explained};
 use super::log::{self, LastLines, LogLine};
 
-/// Environment variable with `pid:descriptor`: the supervising process, and the pipe for log lines.
+/// Environment variable with `pid:descriptor:device:inode`: the supervising process, and the pipe for log lines.
 const VARIABLE: &str = "FERRYWIRE_PLUGIN_WATCHED";
 /// Source file of the line that reports an exit; no plugin's source file has this name.
 const EXIT: &str = "(exit)";
@@ -57,7 +57,8 @@ impl SupervisedProcess {
     pub fn spawn(mut command: Command) -> io::Result<SupervisedProcess> {
         let (reader, writer) = io::pipe()?;
         let descriptor = writer.as_raw_fd();
-        command.env(VARIABLE, format!("{}:{descriptor}", std::process::id()));
+        let (device, inode) = file_of(descriptor)?;
+        command.env(VARIABLE, format!("{}:{descriptor}:{device}:{inode}", std::process::id()));
         let keep = move || {
             // SAFETY: the descriptor is one of this process; the call may be made between fork and exec.
             match unsafe { libc::fcntl(descriptor, libc::F_SETFD, 0) } {
@@ -138,21 +139,37 @@ fn last_lines(reader: PipeReader) -> (LastLines, Option<String>) {
 /// Sends log lines of this process to the supervising process from now on, if there is one.
 pub(super) fn report() {
     let value = std::env::var(VARIABLE).ok();
-    let parts = value.as_deref().and_then(|value| value.split_once(':'));
-    let Some((watcher, descriptor)) = parts.and_then(|(pid, fd)| Some((pid.parse().ok()?, fd.parse().ok()?)))
-    else {
-        return;
-    };
+    let Some((watcher, descriptor, pipe)) = value.as_deref().and_then(supervisor) else { return };
     // SAFETY: no memory is passed.
     let parent = unsafe { libc::getppid() };
-    // The variable may be inherited from an ancestor; its descriptor is then a different file in this
-    // process.
-    if parent == watcher && !log::is_teed() {
+    // The variable may be inherited from an ancestor, and this process may have closed the pipe; the descriptor
+    // is then a different file.
+    let is_pipe = || file_of(descriptor).is_ok_and(|file| file == pipe);
+    if parent == watcher && !log::is_teed() && is_pipe() {
         // SAFETY: no memory is passed; a descriptor that does not exist gives an error, and is not used.
         let own = unsafe { libc::fcntl(descriptor, libc::F_SETFD, libc::FD_CLOEXEC) };
         log::tee_to_fd((own == 0).then_some(descriptor));
         WATCHED.store(own == 0, Ordering::Relaxed);
     }
+}
+
+/// Process, descriptor, and device and inode of the pipe, from the variable's value.
+fn supervisor(value: &str) -> Option<(libc::pid_t, RawFd, (u64, u64))> {
+    let mut parts = value.split(':');
+    let (watcher, descriptor) = (parts.next()?.parse().ok()?, parts.next()?.parse().ok()?);
+    Some((watcher, descriptor, (parts.next()?.parse().ok()?, parts.next()?.parse().ok()?)))
+}
+
+/// Device and inode of an open file.
+fn file_of(descriptor: RawFd) -> io::Result<(u64, u64)> {
+    let mut about = std::mem::MaybeUninit::<libc::stat>::zeroed();
+    // SAFETY: there is room for the struct; a descriptor that does not exist gives an error.
+    if unsafe { libc::fstat(descriptor, about.as_mut_ptr()) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the struct holds only numbers.
+    let about = unsafe { about.assume_init() };
+    Ok((about.st_dev, about.st_ino))
 }
 
 /// Reports to the supervising process where a plugin called `exit`; false where no process supervises.

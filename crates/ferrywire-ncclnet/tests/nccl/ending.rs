@@ -22,6 +22,7 @@ fn a_program() {
     if ending == "supervised" {
         log::tee_to_fd(Some(pipe.1.as_raw_fd()));
     }
+    let own = (ending == "replaced").then(in_place_of_the_pipe);
     // SAFETY: broken.c is part of these tests.
     let loaded = unsafe { Library::open(broken(case)).and_then(|library| library.load(None)) };
     let plugin = loaded.expect("loads");
@@ -34,8 +35,22 @@ fn a_program() {
             }
             std::process::exit(7);
         }
+        "replaced" => {
+            let written = own.and_then(|file| file.metadata().ok()).expect("a file").len();
+            assert_eq!(written, 0, "lines are in a file of the program");
+        }
         _ => drop(plugin.listen(0)),
     }
+}
+
+/// A file under the number of the pipe to the supervisor, as in a program that closes inherited descriptors.
+fn in_place_of_the_pipe() -> std::fs::File {
+    let supervisor = std::env::var("FERRYWIRE_PLUGIN_WATCHED").expect("a supervisor");
+    let descriptor = supervisor.split(':').nth(1).and_then(|number| number.parse().ok()).expect("a number");
+    let file = tempfile::tempfile().expect("a file");
+    // SAFETY: this program does not use the pipe by itself.
+    assert_eq!(unsafe { libc::dup2(file.as_raw_fd(), descriptor) }, descriptor);
+    file
 }
 
 /// The command that runs [`a_program`] with a task.
@@ -139,4 +154,10 @@ fn a_process_whose_lines_cannot_be_read_is_not_started() {
         let child = unsafe { libc::waitpid(-1, std::ptr::null_mut(), libc::WNOHANG) };
         assert_eq!(child, -1, "there is a child");
     });
+}
+
+/// Regression: the lines were written into whatever file had the number of the pipe.
+#[test]
+fn lines_are_not_written_into_a_file_in_place_of_the_pipe() {
+    assert_eq!(watched("LOGS", "replaced"), (Some(0), None, 0));
 }
