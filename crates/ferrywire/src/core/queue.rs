@@ -17,7 +17,7 @@ use crate::core::trace::ChunkStart;
 use crate::error::Error;
 use ferrywire_memory::{Memory, MemoryLocation};
 use ferrywire_proto::limits::{PeerLimits, SEGMENTS_PER_CHUNK_MAX};
-use ferrywire_proto::outbox::{Frame, Matched, Outbox, Read, is_numbered, withdrawn};
+use ferrywire_proto::outbox::{Epoch, Frame, Matched, Outbox, Read, is_numbered, withdrawn};
 use ferrywire_proto::schedule::InCache;
 use ferrywire_proto::window::Window;
 use ferrywire_proto::wire::{self, HEADER_BYTES, Header, Kind};
@@ -361,13 +361,10 @@ impl SendQueue {
         }
     }
 
-    /// Releases the notifications that waited only for these operations, which have ended. None of them is a read.
-    pub fn ended_together(&self, ops: &[Hold]) {
-        let epoch = |op: &Hold| op.epoch.get().map(Arc::as_ptr);
-        for joined in ops.chunk_by(|one, next| epoch(one) == epoch(next)) {
-            if joined[0].epoch.get().is_some_and(|epoch| epoch.leave(joined.len() as u64)) {
-                self.change(Outbox::release_notifications);
-            }
+    /// Releases the notifications that waited only for this many operations of an epoch, which have ended.
+    pub fn left(&self, epoch: &Epoch, operations: u64) {
+        if epoch.leave(operations) {
+            self.change(Outbox::release_notifications);
         }
     }
 

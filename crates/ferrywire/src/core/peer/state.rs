@@ -723,14 +723,21 @@ impl PeerState {
                 counters.completed.fetch_add(completed, Ordering::Relaxed);
             }
         }
-        self.queue.ended_together(holds);
-        holds.drain(..).for_each(|op| {
-            op.drop_for(|op| {
-                if op.failed() {
-                    self.tell_failure(op)
-                }
-            })
-        });
+        while let Some(first) = holds.first() {
+            let epoch = first.epoch.get().cloned();
+            let joined = |op: &&Hold| op.epoch.get().map(Arc::as_ptr) == epoch.as_ref().map(Arc::as_ptr);
+            let count = holds.iter().take_while(joined).count();
+            for op in holds.drain(..count) {
+                op.drop_for(|op| {
+                    if op.failed() {
+                        self.tell_failure(op)
+                    }
+                });
+            }
+            if let Some(epoch) = epoch {
+                self.queue.left(&epoch, count as u64);
+            }
+        }
         // A notification may have waited for these operations.
         self.wake_home_worker();
     }

@@ -80,6 +80,11 @@ impl Letter {
         }
     }
 
+    /// Whether the memory of the receive is the user's again.
+    fn is_taken_back(&self) -> bool {
+        self.landing.memory().is_some_and(|memory| memory.taken_back())
+    }
+
     /// Takes the message out; its receive has ended without it.
     pub fn into_message(self) -> Message {
         self.message
@@ -145,14 +150,17 @@ impl Messages {
         self.pinned_bytes.load(Ordering::Relaxed)
     }
 
-    /// Gives up the messages that wait for memory for which `gone` is true: the next poll reports them as lost. Returns a GPU
-    /// that may still copy to such memory.
+    /// Gives up the messages that wait for a receive for which `gone` is true: the next poll reports them as lost. Returns a
+    /// GPU that may still copy to memory of such a receive.
     pub fn abandon(&self, gone: &dyn Fn(&Landing) -> bool) -> Option<MemoryLocation> {
         if !self.any() {
             return None;
         }
         let mut state = self.lock();
-        state.lose_waiting(gone, &taken_back());
+        state.lose_waiting(
+            gone,
+            |letter| if letter.is_taken_back() { taken_back() } else { Error::Cancelled },
+        );
         let touches = |copying: &&Copying| gone(&copying.letter.landing);
         state.copying.iter().find(touches).map(|copying| state.lines[copying.line].pipeline.location)
     }
@@ -185,7 +193,7 @@ impl Messages {
                 false => state.lines[line].waiting.push_front(letter),
             }
         }
-        state.lose_waiting(gone, error);
+        state.lose_waiting(gone, |_| error.clone());
     }
 
     fn count(&self, state: &State) {
@@ -217,12 +225,15 @@ impl State {
     }
 
     /// Moves messages that wait for memory for which `gone` is true to the lost ones.
-    fn lose_waiting(&mut self, gone: &dyn Fn(&Landing) -> bool, error: &Error) {
+    fn lose_waiting(&mut self, gone: &dyn Fn(&Landing) -> bool, why: impl Fn(&Letter) -> Error) {
         for line in &mut self.lines {
             let waiting = std::mem::take(&mut line.waiting);
             let (gone, waits): (VecDeque<_>, _) = waiting.into_iter().partition(|each| gone(&each.landing));
             line.waiting = waits;
-            self.lost.extend(gone.into_iter().map(|letter| (letter, error.clone())));
+            self.lost.extend(gone.into_iter().map(|letter| {
+                let why = why(&letter);
+                (letter, why)
+            }));
         }
     }
 
@@ -230,6 +241,11 @@ impl State {
     fn begin(&mut self) {
         for (at, line) in self.lines.iter_mut().enumerate() {
             while let Some(letter) = line.waiting.pop_front() {
+                // Without a channel nothing has looked for messages of this memory.
+                if letter.is_taken_back() {
+                    self.lost.push((letter, taken_back()));
+                    continue;
+                }
                 match line.begin_one(&letter) {
                     Ok(Some(Started { offset, first, mark })) => {
                         self.copying.push(Copying { letter, line: at, offset, first, mark, failed: None });
@@ -429,6 +445,43 @@ mod tests {
             assert!(start.elapsed() < Duration::from_secs(60));
         }
         assert_eq!((contents(&kept), contents(&gone)), (vec![1; BYTES], vec![0; BYTES]));
+    }
+
+    /// Regression: the receive failed as if its region had been deregistered.
+    #[test]
+    fn a_cancelled_receive_whose_message_waits_for_room_is_cancelled() {
+        let (_alone, gpu) = (alone(), SimGpu::open(ALONE).unwrap());
+        let memory = || Memory::private_on(&Gpu::Sim(gpu.clone()), BYTES).unwrap();
+        let [first, waits] = [memory(), memory()];
+        let (messages, mut inbox) = (Messages::default(), Inbox::default());
+        gpu.set_stall(true);
+        (0..IN_RING).for_each(|number| add(&messages, &mut inbox, number, &first, 1));
+        add(&messages, &mut inbox, IN_RING, &waits, 2);
+        assert!(messages.poll().is_empty());
+        assert_eq!(messages.abandon(&|landing| landing.is_in(&waits)), None);
+        let lost: Vec<_> = messages.poll().into_iter().map(|(_, error)| error).collect();
+        assert_eq!(lost, [Some(Error::Cancelled)]);
+        gpu.set_stall(false);
+    }
+
+    /// Regression: such a message was copied if its peer had no channel when the memory was taken back.
+    #[test]
+    fn a_message_is_not_copied_to_memory_that_was_taken_back_unnoticed() {
+        let (_alone, gpu) = (alone(), SimGpu::open(ALONE).unwrap());
+        let memory = || Memory::private_on(&Gpu::Sim(gpu.clone()), BYTES).unwrap();
+        let [first, gone] = [memory(), memory()];
+        let (messages, mut inbox) = (Messages::default(), Inbox::default());
+        gpu.set_stall(true);
+        (0..IN_RING).for_each(|number| add(&messages, &mut inbox, number, &first, 1));
+        add(&messages, &mut inbox, IN_RING, &gone, 2);
+        gone.take_back();
+        gpu.set_stall(false);
+        let (mut lost, start) = (Vec::new(), Instant::now());
+        while messages.any() {
+            lost.extend(messages.poll().into_iter().filter_map(|(_, error)| error));
+            assert!(start.elapsed() < Duration::from_secs(60));
+        }
+        assert_eq!((lost, contents(&gone)), (vec![taken_back()], vec![0; BYTES]));
     }
 
     /// Regression: messages for one GPU waited until another one, whose ring was full, had copied.
