@@ -142,8 +142,8 @@ pub(super) fn report() {
     let Some((watcher, descriptor, pipe)) = value.as_deref().and_then(supervisor) else { return };
     // SAFETY: no memory is passed.
     let parent = unsafe { libc::getppid() };
-    // The variable may be inherited from an ancestor, and this process may have closed the pipe; the descriptor
-    // is then a different file.
+    // The variable may be inherited from an ancestor, and this process may have closed the pipe before; the
+    // descriptor is then a different file.
     let is_pipe = || file_of(descriptor).is_ok_and(|file| file == pipe);
     if parent == watcher && !log::is_teed() && is_pipe() {
         // SAFETY: no memory is passed; a descriptor that does not exist gives an error, and is not used.

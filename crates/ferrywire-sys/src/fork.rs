@@ -124,9 +124,11 @@ extern "C" fn in_child() {
             empty = empty_file();
             spare = empty != FREE && empty != fd;
         }
-        if empty != fd {
-            // SAFETY: the call only changes descriptors of the child. The number stays in use, so no other file gets it.
-            unsafe { libc::dup3(empty, fd, libc::O_CLOEXEC) };
+        // SAFETY: the call only changes descriptors of the child. The number stays in use, so no other file gets it.
+        if empty != fd && unsafe { libc::dup3(empty, fd, libc::O_CLOEXEC) } < 0 {
+            // There is no empty file, or the limit was lowered below the number. It is better free than the parent's.
+            // SAFETY: as above.
+            unsafe { libc::close(fd) };
         }
     }
     if spare {

@@ -9,9 +9,7 @@
 //! neither loads nor initialises the driver.
 //! Read next: `functions.rs`; `gpu.rs`, its first user.
 
-use super::error::{
-    About, CudaError, INVALID_VALUE, NO_DEVICE, NOT_INITIALIZED, Result, STUB_LIBRARY, call, check,
-};
+use super::error::{About, CudaError, NO_DEVICE, NO_GPU_MEMORY, Result, call, check};
 use super::functions::Functions;
 use cudarc::driver::sys;
 use ferrywire_proto::limits::CUDA_DRIVER_VERSION_MIN;
@@ -103,7 +101,7 @@ pub(super) fn memory_type(address: u64) -> Option<u32> {
     };
     match code {
         0 => Some(answer),
-        INVALID_VALUE | NOT_INITIALIZED | STUB_LIBRARY => Some(0),
+        code if NO_GPU_MEMORY.contains(&code) => Some(0),
         _ => None,
     }
 }

@@ -170,11 +170,15 @@ impl fmt::Display for Failure {
 
 pub(super) const INVALID_VALUE: u32 = 1;
 pub(super) const OUT_OF_MEMORY: u32 = 2;
-pub(super) const NOT_INITIALIZED: u32 = 3;
-pub(super) const STUB_LIBRARY: u32 = 34;
+const NOT_INITIALIZED: u32 = 3;
+const DEINITIALIZED: u32 = 4;
+const STUB_LIBRARY: u32 = 34;
 pub(super) const NO_DEVICE: u32 = 100;
 pub(super) const NOT_READY: u32 = 600;
 pub(super) const NOT_SUPPORTED: u32 = 801;
+/// Codes with which a driver answers for an address that is not of a GPU: some refuse addresses that they do not know, and a
+/// driver that is not in use has no memory.
+pub(super) const NO_GPU_MEMORY: [u32; 4] = [INVALID_VALUE, NOT_INITIALIZED, DEINITIALIZED, STUB_LIBRARY];
 /// Error codes of the driver after which a context is lost: uncorrectable errors of memory and NVLink, a
 /// destroyed context, and kernels that failed: at an illegal, misaligned or foreign address, by a time limit,
 /// an assertion, an illegal instruction or program counter, or the hardware's stack.

@@ -6,7 +6,7 @@
 //! was never loaded, and one more check per call while another library may still load it.
 
 use super::driver;
-use super::error::{About, CudaError, INVALID_VALUE, NOT_INITIALIZED, Result, check};
+use super::error::{About, CudaError, NO_GPU_MEMORY, Result, check};
 use super::gpu::CudaGpu;
 use cudarc::driver::sys::CUpointer_attribute as Attribute;
 use std::ffi::c_void;
@@ -147,8 +147,7 @@ fn attributes(address: u64) -> Result<Option<Answers>> {
     };
     match code {
         0 => Ok(Some(answers)),
-        // Some drivers refuse an address that they do not know.
-        INVALID_VALUE | NOT_INITIALIZED => Ok(None),
+        code if NO_GPU_MEMORY.contains(&code) => Ok(None),
         _ => check("cuPointerGetAttributes", About::default(), code).map(|()| None),
     }
 }
