@@ -4,6 +4,7 @@
 //! and of live claims stay.
 //! Read next: `../nic.rs`, for claims.
 
+use std::io;
 use std::path::Path;
 
 use super::error::{NicError, queues_in_words};
@@ -20,7 +21,7 @@ use ferrywire_sys::nics;
 pub struct CleanUp {
     /// What was undone, and what could not be, as lines of text.
     pub reported: Vec<String>,
-    /// Whether changes of dead processes may be left, which a later clean-up has to undo.
+    /// Whether changes of dead processes may be left.
     pub failed: bool,
 }
 
@@ -41,8 +42,9 @@ pub fn clean_up() -> CleanUp {
 pub fn clean_up_in(directory: &Path) -> CleanUp {
     let mut done = CleanUp::default();
     let nics = journal::nics(directory).unwrap_or_else(|error| {
+        let fix = if error.kind() == io::ErrorKind::PermissionDenied { ": run as root" } else { "" };
         let directory = directory.display();
-        done.fail(format!("cannot read the records of earlier runs in {directory}: {error}; run as root"));
+        done.fail(format!("cannot read the records of earlier runs in {directory}: {error}{fix}"));
         Vec::new()
     });
     for nic in nics {
@@ -128,7 +130,7 @@ impl Bench<'_, '_> {
         let live = cleaned.live.clone();
         let released = self.release(&live, if any_dead { Others::MayBeDying } else { Others::Live })?;
         cleaned.reported.extend(released.reported);
-        cleaned.failed |= released.failed;
+        cleaned.failed |= released.failed || self.journal.is_broken;
         cleaned.reported.append(&mut self.journal.reported);
         Ok(cleaned)
     }

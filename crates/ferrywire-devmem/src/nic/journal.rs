@@ -140,6 +140,8 @@ pub(super) struct Locked<'a> {
     _lock: Lock,
     /// Messages about broken files of the journal.
     pub reported: Vec<String>,
+    /// Whether a record could not be parsed, so that what it says cannot be undone.
+    pub is_broken: bool,
 }
 
 /// The latest time until which a claim waits for the lock. It may be set while another thread waits.
@@ -217,7 +219,7 @@ impl Journal {
                 Err(error) => return Err(self.failed(LOCK, &not_locked(error))),
             }
         }
-        Ok(Locked { journal: self, _lock: Lock::of(lock), reported: Vec::new() })
+        Ok(Locked { journal: self, _lock: Lock::of(lock), reported: Vec::new(), is_broken: false })
     }
 
     /// Writes a claim's file; only for the claim's owner.
@@ -243,6 +245,7 @@ impl Journal {
         parse: fn(&str) -> Option<(Header, T)>,
         of_live_run: bool,
         reported: &mut Vec<String>,
+        is_broken: &mut bool,
     ) -> Result<Option<T>, NicError> {
         let text = match read_text(path) {
             Ok(text) => text,
@@ -271,6 +274,7 @@ impl Journal {
                 let aside = with_suffix(path, BROKEN_SUFFIX);
                 reported.push(format!("cannot parse {}: renamed it to {}", path.display(), aside.display()));
                 let _ = fs::rename(path, aside);
+                *is_broken = true;
                 Ok(None)
             }
         }
@@ -289,7 +293,10 @@ impl Locked<'_> {
     /// The record cannot be read, so the original values are unknown.
     pub fn settings(&mut self, any_run_lives: bool) -> Result<Settings, NicError> {
         let path = self.journal.folder.join(SETTINGS);
-        Ok(self.journal.read(&path, record::settings, any_run_lives, &mut self.reported)?.unwrap_or_default())
+        Ok(self
+            .journal
+            .read(&path, record::settings, any_run_lives, &mut self.reported, &mut self.is_broken)?
+            .unwrap_or_default())
     }
 
     /// Records the original values of settings before they are changed; removes the record if there are none.
@@ -353,7 +360,13 @@ impl Locked<'_> {
         let path = self.journal.folder.join(&name);
         let lock = open_lock(&with_suffix(&path, LOCK_SUFFIX)).ok();
         let dead = lock.filter(|lock| lock.try_lock().is_ok()).map(Lock::of);
-        let claimed = self.journal.read(&path, record::claimed, dead.is_none(), &mut self.reported)?;
+        let claimed = self.journal.read(
+            &path,
+            record::claimed,
+            dead.is_none(),
+            &mut self.reported,
+            &mut self.is_broken,
+        )?;
         Ok(Found { name, claimed, dead })
     }
 
