@@ -32,6 +32,7 @@ pub use report::ReportFlags;
 pub use topo::TopoFlags;
 pub use watch::WatchFlags;
 
+use std::ffi::OsStr;
 use std::path::PathBuf;
 
 use clap::{ArgAction, CommandFactory, FromArgMatches, Parser, Subcommand};
@@ -108,8 +109,19 @@ pub enum Command {
 
 /// Parses the command line and the environment. Ends the process with status 2 if they are not valid.
 pub fn parse() -> Cli {
-    let matches = command().get_matches();
-    Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit())
+    let parsed = command().try_get_matches().and_then(|matches| Cli::from_arg_matches(&matches));
+    parsed.unwrap_or_else(|error| {
+        let typed: Vec<_> = std::env::args_os().skip(1).filter(|word| !is_flag(word)).take(2).collect();
+        if error.use_stderr() && typed == ["nccl", "env"] {
+            // The usage error is what is reported.
+            let _ = crate::nccl::print_failing();
+        }
+        error.exit()
+    })
+}
+
+fn is_flag(word: &OsStr) -> bool {
+    word.as_encoded_bytes().starts_with(b"-")
 }
 
 /// Builds the command line of `ferrywire`. Each option can also be set by its environment variable.

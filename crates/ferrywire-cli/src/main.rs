@@ -51,7 +51,11 @@ fn main() -> ExitCode {
 fn run() -> exit::Outcome {
     let typed = args::parse();
     let verbose = typed.verbose;
-    let plan = plan::plan(typed)?;
+    let is_evaluated = matches!(typed.command, args::Command::Nccl { .. });
+    let plan = match plan::plan(typed) {
+        Err(failure) if is_evaluated => return nccl::refuse(failure),
+        plan => plan?,
+    };
     // A child's log lines are printed by its parent.
     if !matches!(plan, plan::Plan::PluginChild(..)) {
         exit::start_log(verbose, matches!(plan, plan::Plan::Serve(_)));

@@ -25,8 +25,18 @@ const GET_PLUGIN: &str = "try: pip install . or cargo build --release -p ferrywi
 pub fn run(plan: &NcclPlan) -> Outcome {
     match checked(plan) {
         Ok(path) => exit::print(&exports(&path)),
-        Err(failure) => exit::with_results(Err(failure), exit::print(&failing())),
+        Err(failure) => refuse(failure),
     }
+}
+
+/// Prints lines that fail, for a failure of `nccl env`.
+pub fn refuse(failure: Failure) -> Outcome {
+    exit::with_results(Err(failure), print_failing())
+}
+
+/// Prints lines that fail.
+pub fn print_failing() -> Outcome {
+    exit::print(&failing())
 }
 
 /// The path of a plugin that works on this host.

@@ -131,8 +131,8 @@ Examples:
       the same facts for programs
 
 Exit status:
-  0 there is a plan, 1 there is no plan (the tables are printed nevertheless),
-  2 bad usage";
+  0 there is a plan, 1 there is no plan, or --clean-up has left changes (the
+  tables are printed nevertheless), 2 bad usage";
 
 /// Text behind the long help of `doctor`.
 pub const DOCTOR: &str = "\
@@ -207,7 +207,8 @@ LD_LIBRARY_PATH, and set NCCL_NET_PLUGIN=ferrywire. NCCL_NET=ferrywire makes
 NCCL stop where it would fall back to its own sockets.
 
 Exit status:
-  0 the plugin loads here, 1 failed, 2 bad usage";
+  0 the plugin loads here, 1 failed, 2 bad usage, 130 stopped by Ctrl-C,
+  143 stopped by SIGTERM";
 
 /// Text behind the long help of `nixl`.
 pub const NIXL: &str = "\
@@ -229,7 +230,8 @@ Examples:
 
 Exit status:
   0 done; `status`: every NIXL has the backend. 1 failed; `status`: there is no
-  NIXL, or a NIXL lacks the backend. 2 bad usage";
+  NIXL, or a NIXL lacks the backend. 2 bad usage, 130 stopped by Ctrl-C,
+  143 stopped by SIGTERM";
 
 /// Long help in lines that fit a terminal; of yes-or-no options, no list of values.
 pub fn wrapped(command: clap::Command) -> clap::Command {

@@ -109,6 +109,8 @@ fn an_unusable_plugin_is_not_exported() {
     let said = refused(&without_nic, 1);
     assert!(said.contains("nothing0"), "{said}");
     refused(&run(&mut env(Some(Path::new("")))), 2);
+    refused(&run(env(None).arg("--timeout=0")), 2);
+    refused(&run(env(Some(&library())).arg("another")), 2);
 }
 
 /// Regression: the output was empty, which `eval` takes for success, and NCCL used its own sockets.
@@ -121,7 +123,7 @@ fn a_script_stops_at_an_unusable_plugin_and_one_that_goes_on_keeps_nccl_from_its
         let output = shell.output().expect("a shell");
         (output.status.code(), text(&output.stdout))
     };
-    for path in ["/nonexistent.so", ""] {
+    for path in ["/nonexistent.so", "", "--timeout=0", "--timout=3"] {
         assert_eq!(shell("-ec", path), (Some(1), String::new()), "{path}");
         assert_eq!(shell("-c", path), (Some(0), "status 1, NCCL_NET=ferrywire\n".to_owned()), "{path}");
     }

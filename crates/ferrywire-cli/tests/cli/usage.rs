@@ -43,8 +43,6 @@ fn bad_usage_is_status_2() {
         "plugin x.so --timeout 0",
         "plugin x.so y.so",
         "nccl frobnicate",
-        "nccl env x.so y.so",
-        "nccl env x.so --timeout 0",
         "nixl frobnicate",
         "nixl install --as-ucs",
         "nixl status --as-ucx",
