@@ -467,7 +467,7 @@ fn a_rank_that_rank_0_cannot_take_at_the_moment_tries_again() {
     let mut rank = untouched("bench --memory host --sizes 4K --iters 3 --timeout 2");
     let output = run_within(Duration::from_secs(2), rank.args(flags(1, 2, port)));
     let said = text(&output.stderr);
-    assert!(said.contains("rank 0 was not reached within 2 s"), "{said}");
+    assert!(said.contains("rank 0 still refuses after 2 s") && !said.contains("likely:"), "{said}");
     assert!(attempts.try_iter().count() > 1, "{said}");
 }
 
@@ -560,7 +560,7 @@ fn ranks_have_cuda_gpus_by_their_local_rank() {
         // The stand-in driver reports resources that were not released.
         let left = said.lines().filter(|line| line.starts_with("stand-in: left"));
         assert!(
-            left.clone().count() == 2 && left.clone().all(|line| line.contains("left 0 contexts, 0 streams")),
+            left.clone().count() == 1 && left.clone().all(|line| line.contains("left 0 contexts, 0 streams")),
             "{said}"
         );
     }

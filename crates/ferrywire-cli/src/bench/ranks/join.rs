@@ -42,18 +42,25 @@ pub fn endpoint(plan: &RanksPlan, card: &Card, listens: bool) -> Outcome<Endpoin
 /// Connects to rank 0, which may start later.
 pub fn dial(endpoint: &Endpoint, plan: &RanksPlan) -> Outcome<Peer> {
     let since = Instant::now();
+    let mut last = None;
     loop {
-        let mut last = None;
         for address in &plan.group {
             match dial_once(endpoint, *address, since, plan.bench.timeout)? {
                 Ok(peer) => return Ok(peer),
                 Err(error) if is_final(&error) => return Err(connect::explain(&error)),
+                // The last attempt may be cut short, and says nothing of its own.
+                Err(ConnectError::Stalled { .. }) if last.is_some() => {}
                 Err(error) => last = Some(error),
             }
         }
         if since.elapsed() >= plan.bench.timeout {
-            let why = last.map_or_else(|| "no address".to_owned(), |error| error.to_string());
             let waited_s = plan.bench.timeout.as_secs_f64();
+            if let Some(refused @ ConnectError::Refused { .. }) = last {
+                return Err(Failure::failed(format!(
+                    "rank 0 still refuses after {waited_s:.0} s (--timeout): {refused}"
+                )));
+            }
+            let why = last.map_or_else(|| "no address".to_owned(), |error| error.to_string());
             return Err(Failure::failed(format!(
                 "rank 0 was not reached within {waited_s:.0} s (--timeout): {why}\nlikely: rank 0 has not started or has \
                  ended, a firewall drops the port, or it waits elsewhere (--rendezvous, the same for all ranks)"
