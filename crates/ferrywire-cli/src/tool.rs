@@ -7,7 +7,7 @@ use std::sync::mpsc::{self, Receiver};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::sys;
+use crate::{exit, sys};
 
 /// Output beyond this size is discarded.
 const OUTPUT_BYTES_MAX: u64 = 1 << 20;
@@ -88,6 +88,16 @@ impl Process for Child {
 
     fn try_wait(&mut self) -> io::Result<Option<ExitStatus>> {
         Child::try_wait(self)
+    }
+}
+
+/// Kills a process with a plugin or with memory of a GPU and waits for its end, up to a limit. Notes one that has not ended.
+pub fn kill_or_note(child: &mut Child, limit: Duration) {
+    if kill(child, limit).is_none() {
+        let number = child.id();
+        exit::note(&format!(
+            "process {number} does not end although it was killed: it may hold its port and its GPU"
+        ));
     }
 }
 

@@ -179,11 +179,12 @@ def test_ctrl_c_ends_connecting_deregistering_and_closing(program: type[Program]
 UNANSWERED = """
 import ctypes, fcntl, os, signal, socket, struct, sys, threading
 NEWUSER, NEWNS, NEWNET, BIND, SET_FLAGS, UP = 0x10000000, 0x20000, 0x40000000, 4096, 0x8914, 1
-libc = ctypes.CDLL(None, use_errno=True)
-assert libc.unshare(NEWUSER | NEWNS | NEWNET) == 0, os.strerror(ctypes.get_errno())
-if os.path.exists("/etc/resolv.conf"):
-    mounted = libc.mount(sys.argv[1].encode(), os.path.realpath("/etc/resolv.conf").encode(), None, BIND, None)
-    assert mounted == 0, os.strerror(ctypes.get_errno())
+libc = ctypes.CDLL(None)
+refused = libc.unshare(NEWUSER | NEWNS | NEWNET)
+if not refused and os.path.exists("/etc/resolv.conf"):
+    there = os.path.realpath("/etc/resolv.conf")
+    refused = libc.mount(sys.argv[1].encode(), there.encode(), None, BIND, None)
+if refused: sys.exit("not allowed")
 server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 fcntl.ioctl(server, SET_FLAGS, struct.pack("16sh", b"lo", UP))
 server.bind(("127.0.0.1", 53))
@@ -195,7 +196,8 @@ def interrupts():
 threading.Thread(target=interrupts, daemon=True).start()
 try: fw.Endpoint("a-host.example:0")
 except KeyboardInterrupt: print("stopped", flush=True)
-server.close()
+except fw.LocalError: sys.exit("no name server is asked")
+finally: server.close()
 """
 
 
@@ -204,7 +206,10 @@ def test_ctrl_c_ends_the_look_up_of_the_address_to_listen_on(program: type[Progr
     conf = tmp_path / "resolv.conf"
     conf.write_text("nameserver 127.0.0.1\noptions timeout:30 attempts:5\n")
     with program(UNANSWERED, str(conf)) as other:
-        assert other.end() == "stopped\n"
+        out, complaints = other.process.communicate(timeout=LIMIT)
+    if complaints in ("not allowed\n", "no name server is asked\n"):
+        pytest.skip(f"needs namespaces and a name server: {complaints}")
+    assert (out, complaints) == ("stopped\n", "")
 
 
 @pytest.mark.parametrize("what", ["a region", "what is shared"])

@@ -341,9 +341,9 @@ pub fn advice(error: &ConnectError) -> Option<&'static str> {
             "try: memory of the host, or two hosts; with a simulated plugin or between namespaces, --allow-same-host-gpu \
              on both ends (the simulated TCPX plugin wants FERRYWIRE_TCPX_SIM=same_host=allow, too)",
         ),
-        ConnectError::Refused { reason: RefusalReason::PayloadMismatch, .. } => {
-            Some("try: the same --plugin PATH, --chunk, --window and NCCL_... variables on both ends")
-        }
+        ConnectError::Refused { reason: RefusalReason::PayloadMismatch, .. } => Some(
+            "try: the same --transport, --plugin PATH, --chunk, --window and NCCL_... variables on both ends",
+        ),
         ConnectError::Unreachable { cause: UnreachableCause::ConnectionRefused, .. } => Some(
             "likely: 'ferrywire bench serve' does not run there, or its --listen address is not reachable from this host",
         ),
@@ -380,7 +380,7 @@ mod tests {
             let has = |advice: Option<&str>, word: &str| advice.is_some_and(|advice| advice.contains(word));
             assert!(has(refused(RefusalReason::Secret), "--secret-file"), "{why}");
             assert!(has(refused(RefusalReason::SameHost), "--allow-same-host-gpu"), "{why}");
-            assert!(has(refused(RefusalReason::PayloadMismatch), "the same --plugin"), "{why}");
+            assert!(has(refused(RefusalReason::PayloadMismatch), "the same --transport, --plugin"), "{why}");
             assert_eq!(refused(RefusalReason::Version), None, "{why}");
             let unreachable =
                 |cause| advice(&ConnectError::Unreachable { address: address(), cause, why: why.clone() });

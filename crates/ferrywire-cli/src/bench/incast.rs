@@ -121,7 +121,11 @@ impl Companions {
             thread::sleep(POLL_INTERVAL);
         }
         for peer in &mut self.peers {
-            tool::kill(&mut peer.child, KILLED_MAX);
+            let _ = peer.child.kill();
+        }
+        let until = Instant::now() + KILLED_MAX;
+        for peer in &mut self.peers {
+            tool::kill_or_note(&mut peer.child, until.saturating_duration_since(Instant::now()));
         }
     }
 }

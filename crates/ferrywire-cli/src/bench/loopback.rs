@@ -146,7 +146,7 @@ impl OtherEnd {
 
 impl Drop for OtherEnd {
     fn drop(&mut self) {
-        tool::kill(&mut self.child, KILLED_MAX);
+        tool::kill_or_note(&mut self.child, KILLED_MAX);
     }
 }
 

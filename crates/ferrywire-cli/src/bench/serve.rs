@@ -464,9 +464,11 @@ fn how_to_connect(plan: &ServePlan, addresses: &[SocketAddr], reachable: &[Socke
     let gpus = plan.engine.gpus.iter().flatten().map(u32::to_string).collect::<Vec<_>>().join(",");
     let gpus = if gpus.is_empty() { gpus } else { format!(" --gpus {gpus}") };
     let encrypt = if plan.engine.encryption == Encryption::Required { " --encrypt" } else { "" };
+    let devmem = plan.engine.devmem.as_ref().is_some_and(|devmem| devmem.required);
+    let devmem = if devmem { " --transport devmem" } else { "" };
     for address in reachable.iter().filter(|address| !address.ip().is_loopback()) {
         let nic = crate::nics::name_of(address.ip()).map_or_else(String::new, |nic| format!("   # {nic}"));
-        say(&format!("  {prefix}ferrywire bench connect {address}{gpus}{encrypt}{options}{nic}"));
+        say(&format!("  {prefix}ferrywire bench connect {address}{gpus}{encrypt}{devmem}{options}{nic}"));
     }
 }
 

@@ -210,7 +210,7 @@ impl Watch<'_> {
 
 impl Drop for Watch<'_> {
     fn drop(&mut self) {
-        tool::kill(&mut self.child, KILLED_MAX);
+        tool::kill_or_note(&mut self.child, KILLED_MAX);
     }
 }
 
@@ -219,7 +219,7 @@ pub fn end_of(child: &mut Child) -> (String, EndKind) {
     let until = Instant::now() + LAST_WORDS;
     while matches!(child.try_wait(), Ok(None)) {
         if Instant::now() > until {
-            tool::kill(child, KILLED_MAX);
+            tool::kill_or_note(child, KILLED_MAX);
             let how = "the plugin closed the standard output of its process, which was killed".to_owned();
             return (how, EndKind::Exit);
         }

@@ -263,7 +263,7 @@ fn both_ends_need_the_plugin() {
     let refused = connect(&plain, "--sizes 4K --iters 5", "");
     assert_eq!(refused.status.code(), Some(1));
     assert!(first_error(&refused).contains("over no plugin at the end that accepts"));
-    assert!(text(&refused.stderr).contains("the same --plugin PATH"));
+    assert!(text(&refused.stderr).contains("the same --transport, --plugin PATH"));
     let hosting = serve("", "");
     let refused = hosting.connect("--sizes 4K --iters 5");
     assert_eq!(refused.status.code(), Some(1));

@@ -31,6 +31,8 @@ const CALL_GRACE: Duration = Duration::from_secs(5);
 const OVERDUE_REPORTS: u32 = 5;
 /// Longest silence of a child that has not ended.
 const SILENCE_LIMIT: Duration = Duration::from_secs(60);
+/// Longest text of `--config` for a child. Linux limits a variable to 128 KiB, and some characters take two bytes there.
+const CONFIG_BYTES_MAX: usize = 60 << 10;
 /// Longest time for a child to end after Ctrl-C. It exceeds what telling all peers and closing take.
 const INTERRUPT_GRACE: Duration =
     Duration::from_secs(RUN_END_TIMEOUT.as_secs() + CLOSE_TIMEOUT.as_secs() + 3);
@@ -75,8 +77,15 @@ impl<'a> Supervisor<'a> {
     ) -> Outcome<Supervisor<'a>> {
         let failed = |error: std::io::Error| Failure::failed(format!("cannot start a process: {error}"));
         let set = || environment.iter().filter(|variable| variable.set_by == SetBy::Ferrywire);
+        let config = file::text_read();
+        if let Some(text) = config.as_ref().filter(|text| text.len() > CONFIG_BYTES_MAX) {
+            return Err(Failure::Usage(format!(
+                "--config: the file has {} bytes: with a plugin, {CONFIG_BYTES_MAX} at most",
+                text.len()
+            )));
+        }
         let set_before = set().map(|variable| variable.name.to_owned()).collect();
-        let order = Order { set_before, config: file::text_read(), ..order };
+        let order = Order { set_before, config, ..order };
         let mut command = Command::new(std::env::current_exe().map_err(failed)?);
         command.args(std::env::args_os().skip(1)).envs([order.as_variable()]);
         command.envs(set().map(|variable| (variable.name, &variable.value)));
@@ -215,7 +224,7 @@ impl<'a> Supervisor<'a> {
 
 impl Drop for Supervisor<'_> {
     fn drop(&mut self) {
-        tool::kill(&mut self.child, KILLED_MAX);
+        tool::kill_or_note(&mut self.child, KILLED_MAX);
     }
 }
 
