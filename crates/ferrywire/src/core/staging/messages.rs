@@ -419,31 +419,39 @@ mod tests {
         assert!(messages.poll().is_empty());
     }
 
+    /// Messages that fill the ring of a GPU that stands still, for the first memory, and one that waits, for the second.
+    fn full_ring(gpu: &Arc<SimGpu>) -> (Messages, [Arc<Memory>; 2]) {
+        let memories = [(); 2].map(|()| Memory::private_on(&Gpu::Sim(gpu.clone()), BYTES).unwrap());
+        let (messages, mut inbox) = (Messages::default(), Inbox::default());
+        gpu.set_stall(true);
+        (0..IN_RING).for_each(|number| add(&messages, &mut inbox, number, &memories[0], 1));
+        add(&messages, &mut inbox, IN_RING, &memories[1], 2);
+        assert!(messages.poll().is_empty());
+        (messages, memories)
+    }
+
+    /// Polls until all messages have ended; returns the errors.
+    fn errors(messages: &Messages) -> Vec<Error> {
+        let (mut errors, start) = (Vec::new(), Instant::now());
+        while messages.any() {
+            errors.extend(messages.poll().into_iter().filter_map(|(_, error)| error));
+            assert!(start.elapsed() < Duration::from_secs(60));
+        }
+        errors
+    }
+
     /// Regression: a message that waited for room in the ring was copied to memory that its user had freed meanwhile.
     #[test]
     fn a_message_that_waits_for_memory_that_is_taken_back_is_lost() {
         let (_alone, gpu) = (alone(), SimGpu::open(ALONE).unwrap());
-        let memory = || Memory::private_on(&Gpu::Sim(gpu.clone()), BYTES).unwrap();
-        let [kept, gone] = [memory(), memory()];
-        let (messages, mut inbox) = (Messages::default(), Inbox::default());
-        gpu.set_stall(true);
-        (0..IN_RING).for_each(|number| add(&messages, &mut inbox, number, &kept, 1));
-        add(&messages, &mut inbox, IN_RING, &gone, 2);
-        assert!(messages.poll().is_empty());
+        let (messages, [kept, gone]) = full_ring(&gpu);
         gone.take_back();
-        assert_eq!(
-            messages.abandon(&|landing| landing.memory().is_some_and(|it| Arc::ptr_eq(it, &gone))),
-            None
-        );
+        assert_eq!(messages.abandon(&|landing| landing.is_in(&gone)), None);
         let lost: Vec<_> =
             messages.poll().into_iter().map(|(letter, error)| (letter.op().unwrap().id, error)).collect();
         assert_eq!(lost, [(IN_RING, Some(taken_back()))], "its GPU is not waited for");
         gpu.set_stall(false);
-        let start = Instant::now();
-        while messages.any() {
-            assert!(messages.poll().iter().all(|(_, error)| error.is_none()));
-            assert!(start.elapsed() < Duration::from_secs(60));
-        }
+        assert_eq!(errors(&messages), []);
         assert_eq!((contents(&kept), contents(&gone)), (vec![1; BYTES], vec![0; BYTES]));
     }
 
@@ -451,37 +459,20 @@ mod tests {
     #[test]
     fn a_cancelled_receive_whose_message_waits_for_room_is_cancelled() {
         let (_alone, gpu) = (alone(), SimGpu::open(ALONE).unwrap());
-        let memory = || Memory::private_on(&Gpu::Sim(gpu.clone()), BYTES).unwrap();
-        let [first, waits] = [memory(), memory()];
-        let (messages, mut inbox) = (Messages::default(), Inbox::default());
-        gpu.set_stall(true);
-        (0..IN_RING).for_each(|number| add(&messages, &mut inbox, number, &first, 1));
-        add(&messages, &mut inbox, IN_RING, &waits, 2);
-        assert!(messages.poll().is_empty());
+        let (messages, [_, waits]) = full_ring(&gpu);
         assert_eq!(messages.abandon(&|landing| landing.is_in(&waits)), None);
-        let lost: Vec<_> = messages.poll().into_iter().map(|(_, error)| error).collect();
-        assert_eq!(lost, [Some(Error::Cancelled)]);
         gpu.set_stall(false);
+        assert_eq!(errors(&messages), [Error::Cancelled]);
     }
 
     /// Regression: such a message was copied if its peer had no channel when the memory was taken back.
     #[test]
     fn a_message_is_not_copied_to_memory_that_was_taken_back_unnoticed() {
         let (_alone, gpu) = (alone(), SimGpu::open(ALONE).unwrap());
-        let memory = || Memory::private_on(&Gpu::Sim(gpu.clone()), BYTES).unwrap();
-        let [first, gone] = [memory(), memory()];
-        let (messages, mut inbox) = (Messages::default(), Inbox::default());
-        gpu.set_stall(true);
-        (0..IN_RING).for_each(|number| add(&messages, &mut inbox, number, &first, 1));
-        add(&messages, &mut inbox, IN_RING, &gone, 2);
+        let (messages, [_, gone]) = full_ring(&gpu);
         gone.take_back();
         gpu.set_stall(false);
-        let (mut lost, start) = (Vec::new(), Instant::now());
-        while messages.any() {
-            lost.extend(messages.poll().into_iter().filter_map(|(_, error)| error));
-            assert!(start.elapsed() < Duration::from_secs(60));
-        }
-        assert_eq!((lost, contents(&gone)), (vec![taken_back()], vec![0; BYTES]));
+        assert_eq!((errors(&messages), contents(&gone)), (vec![taken_back()], vec![0; BYTES]));
     }
 
     /// Regression: messages for one GPU waited until another one, whose ring was full, had copied.
