@@ -35,6 +35,8 @@ use ferrywire_proto::wire::{self, HEADER_BYTES, Header, Kind, Refusal};
 /// frame in bytes. The copy of a few bytes takes as long as the call that would send the acknowledgement alone.
 const COPY_PASSES: u32 = 16;
 const SHORT_COPY_BYTES: u32 = 64 << 10;
+/// Smallest piece of host memory in bytes that may be sent without a copy.
+const STABLE_BYTES_MIN: usize = 64 << 10;
 /// Bytes of frames kept ready for the next send call.
 const READY_BYTES: u64 = limits::SEND_BYTES_PER_CALL_MAX as u64;
 
@@ -797,6 +799,12 @@ impl<'a> Batch<'a> {
             self.pieces.push(IoVec::new(unsafe { base.add(skip) }, len - skip));
             self.bytes += len - skip;
         }
+    }
+
+    /// Adds the bytes that follow a frame's header and placements, where its payload in the stream is host memory.
+    #[inline]
+    pub fn add_host(&mut self, entry: &Entry) {
+        entry.stream_pieces(|base, len| self.add(base, len, len >= STABLE_BYTES_MIN));
     }
 
     /// Makes the socket call. Returns the bytes that the kernel took.

@@ -36,14 +36,11 @@ use ferrywire_proto::wire::{Header, Refusal};
 pub(super) use lane::LanePayload;
 pub(super) use staged::StagedPayload;
 
-/// Smallest piece in bytes that may be sent without a copy.
-const STABLE_BYTES_MIN: usize = 64 << 10;
-
 /// How the payload of a channel travels.
 pub(super) enum Payload {
     Stream,
     Staged(Box<StagedPayload>),
-    Lane(LanePayload),
+    Lane(Box<LanePayload>),
 }
 
 /// The state of an ended channel's payload that the fence needs.
@@ -62,7 +59,7 @@ pub(super) struct PayloadRemains {
 impl Payload {
     /// Payload over `posted`, a lane.
     pub fn over_lane(posted: Posted) -> Payload {
-        Payload::Lane(LanePayload::new(posted))
+        Payload::Lane(Box::new(LanePayload::new(posted)))
     }
 
     /// The lane, if the payload goes over one.
@@ -206,7 +203,7 @@ impl Payload {
     pub fn gather(&mut self, entry: &mut Entry, batch: &mut Batch<'_>) {
         match self {
             Payload::Staged(staged) => staged.gather(entry, batch),
-            Payload::Stream | Payload::Lane(_) => gather(entry, batch),
+            Payload::Stream | Payload::Lane(_) => batch.add_host(entry),
         }
     }
 
@@ -462,13 +459,6 @@ impl Stage for NoRings {
             self.sending.get_or_insert_with(|| Sending::new(self.track)).reserve(entry);
         }
     }
-}
-
-/// Adds the bytes that follow a frame's header and placements, where its payload in the stream is host
-/// memory.
-#[inline]
-fn gather(entry: &Entry, batch: &mut Batch<'_>) {
-    entry.stream_pieces(|base, len| batch.add(base, len, len >= STABLE_BYTES_MIN));
 }
 
 /// The GPU that payload in the stream is for, if any.

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use super::super::Channel;
 use super::super::receiver::Receiver;
 use super::super::sender::Batch;
-use super::{Payload, gather};
+use super::Payload;
 use crate::core::peer::Landing;
 use crate::core::posted::Arrival;
 use crate::core::queue::{Entry, SendQueue, Stage};
@@ -111,7 +111,7 @@ impl StagedPayload {
     /// Adds the bytes that follow a frame's header and placements.
     pub fn gather(&mut self, entry: &mut Entry, batch: &mut Batch<'_>) {
         if entry.staged.is_none() {
-            return gather(entry, batch);
+            return batch.add_host(entry);
         }
         batch.timed = true;
         let mut lent = false;
