@@ -100,7 +100,10 @@ impl Pieces {
     /// Total length of the message in bytes.
     #[inline]
     pub fn total(&self) -> u64 {
-        self.as_slice().iter().map(|piece| piece.len).sum()
+        match self {
+            Pieces::One(piece) => piece.len,
+            Pieces::Many(pieces) => pieces.iter().map(|piece| piece.len).sum(),
+        }
     }
 }
 

@@ -551,10 +551,9 @@ pub fn withdrawn(header: &Header) -> (Header, u64) {
     }
 }
 
-/// One chunk that covers a whole operation.
+/// One chunk that covers a whole operation, of no more pieces than one frame takes.
 fn whole(op: &impl Operation) -> Chunk {
-    let all = ChunkLimits { bytes: op.total(), segments: limits::SEGMENTS_PER_CHUNK_MAX };
-    Cutter::default().next(op.pieces(), all).unwrap_or(Chunk::EMPTY)
+    Chunk { bytes: op.total() as u32, ..Chunk::EMPTY }
 }
 
 /// One frame for a whole operation and its notification.
