@@ -1,7 +1,8 @@
 //! A connected peer: its state, the frames without payload that arrive from it, and the answers it is due.
 //!
 //! Invariant: an operation ends exactly once, when its last hold is dropped.
-//! Read next: `state.rs`; `../queue.rs` for frames to send, `../channel/receiver.rs` for arriving ones.
+//! Read next: `state.rs`; `in_flight.rs`, where operations begin and end; `../queue.rs` for frames to send,
+//! `../channel/receiver.rs` for arriving ones.
 
 mod in_flight;
 mod metrics;
@@ -10,6 +11,7 @@ mod read_requests;
 mod replies;
 mod route;
 mod serving;
+mod sharing;
 mod state;
 mod stream_queue;
 
