@@ -10,12 +10,14 @@
 //! | `registry` | the sources of this process, and what ended ones had counted |
 //! | `text` | the samples as Prometheus metrics |
 //! | `server` | `GET /metrics` over HTTP, for `--metrics` and `FERRYWIRE_METRICS` |
+//! | `fork` | a value of which each process has its own |
 //! | `local` | a socket per process, for `ferrywire watch` |
 //!
 //! Invariant: nothing here is called by a thread that moves payload, except the recording of times, which takes no lock.
 
 use std::net::SocketAddr;
 
+mod fork;
 mod local;
 mod registry;
 mod sample;

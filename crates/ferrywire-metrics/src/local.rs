@@ -12,10 +12,11 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use crate::fork::PerProcess;
 use crate::registry;
 use crate::sample::ProcessSample;
 
@@ -44,13 +45,11 @@ fn user() -> u32 {
 
 /// Offers this process's samples on a socket, once per process. A failure is logged: transfers do not depend on it.
 pub(crate) fn start() {
-    static STARTED_BY: Mutex<Option<u32>> = Mutex::new(None);
-    let mut started_by = STARTED_BY.lock().unwrap_or_else(PoisonError::into_inner);
     // A forked child has no threads of its parent, so it starts its own.
-    if *started_by == Some(std::process::id()) {
+    static IS_STARTED: PerProcess<AtomicBool> = PerProcess::new(AtomicBool::default);
+    if IS_STARTED.get().swap(true, Ordering::SeqCst) {
         return;
     }
-    *started_by = Some(std::process::id());
     if let Err(error) = open() {
         tracing::debug!(%error, "cannot make the socket of this process for `ferrywire watch`, which will not show this process");
     }

@@ -5,7 +5,6 @@
 //! label falls, and labels of closed peers do not accumulate.
 
 use std::collections::{BTreeMap, HashMap};
-use std::mem;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{LazyLock, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
@@ -14,6 +13,7 @@ use std::time::Duration;
 
 use prometheus::{Histogram, HistogramOpts, HistogramVec, exponential_buckets};
 
+use crate::fork::PerProcess;
 use crate::sample::{ChannelSample, PeerSample, ProcessSample};
 
 /// Name of the peer in which the counts of closed peers are summed.
@@ -58,8 +58,6 @@ impl Kind {
 
 #[derive(Default)]
 struct Sources {
-    /// The process whose sources these are. A forked child has none of its parent's.
-    process: u32,
     live: Vec<Live>,
     /// Counts of closed peers, by their label, which a live peer has too.
     kept: BTreeMap<String, PeerSample>,
@@ -92,19 +90,23 @@ fn add_closed(sum: &mut PeerSample, label: &str, counts: &PeerSample) {
     sum.retire(&counts);
 }
 
-static SOURCES: LazyLock<Mutex<Sources>> = LazyLock::new(Mutex::default);
+/// What this process counts.
+struct Registry {
+    sources: Mutex<Sources>,
+    times: LazyLock<Times>,
+    threads: Mutex<Threads>,
+}
+
+static REGISTRY: PerProcess<Registry> = PerProcess::new(|| Registry {
+    sources: Mutex::default(),
+    times: LazyLock::new(Times::new),
+    threads: Mutex::default(),
+});
 static TIMED: AtomicBool = AtomicBool::new(false);
 static FACE: OnceLock<&'static str> = OnceLock::new();
 
 fn sources() -> MutexGuard<'static, Sources> {
-    let mut sources = SOURCES.lock().unwrap_or_else(PoisonError::into_inner);
-    let process = std::process::id();
-    if sources.process != process {
-        // References of the parent's threads are never dropped here, so neither are those to its sources.
-        mem::forget(mem::take(&mut sources.live));
-        *sources = Sources { process, ..Sources::default() };
-    }
-    sources
+    REGISTRY.get().sources.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Adds a source whose samples have the label `label`. Its counters are part of all samples; its drop has to [`retire`] it.
@@ -156,41 +158,48 @@ pub(crate) struct Times {
     post_of: [Histogram; Kind::ALL.len()],
 }
 
-pub(crate) static TIMES: LazyLock<Times> = LazyLock::new(|| {
-    let made = |name: &str, help: &str, start: f64, count: usize| {
-        let buckets = exponential_buckets(start, 4.0, count).expect("constants that are positive");
-        HistogramVec::new(HistogramOpts::new(name, help).buckets(buckets), &["kind"]).expect("constant names")
-    };
-    let transfer = made(
-        "ferrywire_transfer_seconds",
-        "Time from the post of an operation to its end, in seconds.",
-        4e-6,
-        14,
-    );
-    let post = made(
-        "ferrywire_post_seconds",
-        "Time that the call which posts an operation takes, in seconds.",
-        1e-6,
-        10,
-    );
-    let of = |family: &HistogramVec| Kind::ALL.map(|kind| family.with_label_values(&[kind.name()]));
-    Times { transfer_of: of(&transfer), post_of: of(&post), transfer, post }
-});
-
 impl Times {
+    fn new() -> Times {
+        let made = |name: &str, help: &str, start: f64, count: usize| {
+            let buckets = exponential_buckets(start, 4.0, count).expect("constants that are positive");
+            HistogramVec::new(HistogramOpts::new(name, help).buckets(buckets), &["kind"])
+                .expect("constant names")
+        };
+        let transfer = made(
+            "ferrywire_transfer_seconds",
+            "Time from the post of an operation to its end, in seconds.",
+            4e-6,
+            14,
+        );
+        let post = made(
+            "ferrywire_post_seconds",
+            "Time that the call which posts an operation takes, in seconds.",
+            1e-6,
+            10,
+        );
+        let of = |family: &HistogramVec| Kind::ALL.map(|kind| family.with_label_values(&[kind.name()]));
+        Times { transfer_of: of(&transfer), post_of: of(&post), transfer, post }
+    }
+
     pub(crate) fn families(&self) -> [&HistogramVec; 2] {
         [&self.transfer, &self.post]
     }
 }
 
+/// The times of this process's operations.
+pub(crate) fn times() -> &'static Times {
+    &REGISTRY.get().times
+}
+
 /// Records the time from an operation's post to its end.
 pub fn record_transfer(kind: Kind, time: Duration) {
-    TIMES.transfer_of[kind as usize].observe(time.as_secs_f64());
+    // A child that has a peer has registered it, so this is not its parent's. Asking for the process would be a system call.
+    REGISTRY.last().times.transfer_of[kind as usize].observe(time.as_secs_f64());
 }
 
 /// Records the time of the call that posted an operation.
 pub fn record_post(kind: Kind, time: Duration) {
-    TIMES.post_of[kind as usize].observe(time.as_secs_f64());
+    REGISTRY.last().times.post_of[kind as usize].observe(time.as_secs_f64());
 }
 
 /// Reads all sources of this process.
@@ -248,8 +257,6 @@ type Thread = (u32, u64);
 /// CPU times of threads whose name begins with `ferrywire`, in nanoseconds.
 #[derive(Default)]
 struct Threads {
-    /// The process whose threads these are. A forked child has none of its parent's.
-    process: u32,
     /// Time of the threads that [`thread_ends`] was called for.
     ended_ns: u64,
     /// Time of other threads that have ended, as of the last sample with them: short-lived ones, and those of another library.
@@ -258,15 +265,8 @@ struct Threads {
     seen_ns: HashMap<Thread, u64>,
 }
 
-static THREADS: LazyLock<Mutex<Threads>> = LazyLock::new(Mutex::default);
-
 fn threads() -> MutexGuard<'static, Threads> {
-    let mut threads = THREADS.lock().unwrap_or_else(PoisonError::into_inner);
-    let process = std::process::id();
-    if threads.process != process {
-        *threads = Threads { process, ..Threads::default() };
-    }
-    threads
+    REGISTRY.get().threads.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// CPU times of the threads of this process whose name begins with `ferrywire`, in seconds.

@@ -8,10 +8,11 @@ use std::fmt;
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::fork::PerProcess;
 use crate::registry;
 use crate::text;
 
@@ -79,8 +80,12 @@ fn parse(text: &str) -> Result<(SocketAddr, bool), MetricsError> {
     parsed.map(|address| (address, next)).map_err(|_| MetricsError::NotAnAddress { text: text.into() })
 }
 
-/// The process that serves metrics. A forked child has no threads of its parent, so it may serve too.
-static SERVED_BY: Mutex<Option<u32>> = Mutex::new(None);
+/// Whether this process serves metrics. A forked child has no threads of its parent, so it may serve too.
+static IS_SERVED: PerProcess<Mutex<bool>> = PerProcess::new(Mutex::default);
+
+fn is_served() -> MutexGuard<'static, bool> {
+    IS_SERVED.get().lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Serves the metrics of this process at `ADDR:PORT`, or at a port of loopback for `PORT`. With `+` behind the port, the
 /// next free port is taken. Returns the address that is served, or `None` if this process serves metrics already.
@@ -89,8 +94,8 @@ static SERVED_BY: Mutex<Option<u32>> = Mutex::new(None);
 /// [`MetricsError`] if the text is not an address, or cannot be listened on.
 pub fn serve(text: &str) -> Result<Option<SocketAddr>, MetricsError> {
     let (address, next) = parse(text)?;
-    let mut served_by = SERVED_BY.lock().unwrap_or_else(PoisonError::into_inner);
-    if *served_by == Some(std::process::id()) {
+    let mut is_served = is_served();
+    if *is_served {
         return Ok(None);
     }
     let listener = listen(address, next)?;
@@ -99,7 +104,7 @@ pub fn serve(text: &str) -> Result<Option<SocketAddr>, MetricsError> {
     let body = move || accept(&listener);
     thread::Builder::new().name("ferrywire-metrics".into()).spawn(body).map_err(failed)?;
     registry::time_from_now_on();
-    *served_by = Some(std::process::id());
+    *is_served = true;
     Ok(Some(served))
 }
 
@@ -135,7 +140,7 @@ fn listen(address: SocketAddr, next: bool) -> Result<TcpListener, MetricsError> 
 /// Those of [`serve`].
 pub(crate) fn serve_by_environment() -> Result<Option<SocketAddr>, MetricsError> {
     // The variable does not count, so it need not be valid either.
-    if *SERVED_BY.lock().unwrap_or_else(PoisonError::into_inner) == Some(std::process::id()) {
+    if *is_served() {
         return Ok(None);
     }
     let text = std::env::var(VARIABLE).ok().filter(|text| !text.is_empty());

@@ -11,7 +11,7 @@ use prometheus::TextEncoder;
 use prometheus::core::Collector;
 use prometheus::proto::{Counter, Gauge, LabelPair, Metric, MetricFamily, MetricType};
 
-use crate::registry::{CLOSED, Kind, TIMES, are_timed};
+use crate::registry::{CLOSED, Kind, are_timed, times};
 use crate::sample::{ChannelSample, OccupancySample, PeerSample, ProcessSample, StagingSample};
 
 /// All metrics of a sample as text. The histograms of times are those of this process.
@@ -22,7 +22,7 @@ pub fn render(process: &ProcessSample) -> String {
     occupancies(process, &mut families);
     of_the_process(process, &mut families);
     if are_timed() {
-        families.extend(TIMES.families().into_iter().flat_map(Collector::collect).map(without_empty_kinds));
+        families.extend(times().families().into_iter().flat_map(Collector::collect).map(without_empty_kinds));
     }
     families.retain(|family| !family.get_metric().is_empty());
     families.sort_by(|a, b| a.name().cmp(b.name()));
