@@ -2,7 +2,7 @@
 //!
 //! NCCL calls `connect` with the same handle until it gets a comm; the handle stores the attempt's number. NCCL may
 //! abandon an attempt at any time, and never call again. A thread and each call for a comm or listener drop abandoned
-//! attempts, so their sockets are closed within [`LEFT_AFTER`], [`DOUBTED_FOR`] and two [`SWEEP_INTERVAL`]. An attempt's
+//! attempts, so their sockets are closed within [`LEFT_AFTER`], [`DOUBTED_FOR`] and two [`sweeper::INTERVAL`]. An attempt's
 //! life: polled -> (not polled for long, or its communicator has ended ->) doubted -> dropped | polled again.
 //!
 //! With several pairs of NICs, a pair over which the peer is unreachable is left out, and the others are dialled again
@@ -13,8 +13,7 @@
 use std::collections::HashMap;
 use std::io;
 use std::net::IpAddr;
-use std::sync::{Condvar, Mutex, PoisonError};
-use std::thread;
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use ferrywire_net::{Conn, ConnOptions, Transport};
@@ -27,19 +26,16 @@ use crate::failure::{Fault, Outcome, is_short};
 use crate::handle::{self, Handle, Secret};
 use crate::log;
 use crate::pairs::{Pair, pairs};
-use crate::pool::block_signals;
 use crate::proof::{self, Claim, Dialling};
 use crate::sending::SendComm;
 use crate::settings::settings;
+use crate::sweeper;
 use crate::unreachable_paths;
 
 /// Time without a poll after which an attempt may be abandoned.
 const LEFT_AFTER: Duration = Duration::from_secs(30);
 /// Time for which an attempt is kept after it was found unpolled: the whole process may have been stopped.
-const DOUBTED_FOR: Duration = Duration::from_secs(5);
-/// Interval at which the thread looks for abandoned attempts while there are attempts.
-const SWEEP_INTERVAL: Duration = Duration::from_secs(5);
-
+pub const DOUBTED_FOR: Duration = Duration::from_secs(5);
 /// Time within which the peer's kernel must answer a pair of NICs if it has answered another pair; else the pair is
 /// left out.
 const ANSWERED_WITHIN: Duration = Duration::from_secs(10);
@@ -97,57 +93,9 @@ struct Broken {
 struct Attempts {
     made: u64,
     under_way: Option<HashMap<u64, Attempt>>,
-    sweeper: Sweeper,
 }
 
-/// The thread that drops abandoned attempts. The thread never ends, because the library is never unloaded.
-#[derive(PartialEq, Eq)]
-enum Sweeper {
-    NotStarted,
-    /// The sweeper waits until an attempt is stored.
-    Idle,
-    Awake,
-}
-
-static ATTEMPTS: Mutex<Attempts> =
-    Mutex::new(Attempts { made: 0, under_way: None, sweeper: Sweeper::NotStarted });
-/// Signalled when the sweeper is no longer idle.
-static BEGUN: Condvar = Condvar::new();
-
-impl Attempts {
-    /// Makes the sweeper look at the attempts. If its thread cannot be started, only calls drop abandoned attempts.
-    fn wake_sweeper(&mut self) {
-        match self.sweeper {
-            Sweeper::Awake => return,
-            Sweeper::Idle => BEGUN.notify_one(),
-            Sweeper::NotStarted => {
-                let started = thread::Builder::new().name("ferrywire-sweep".into()).spawn(sweep_on);
-                if let Err(error) = started {
-                    return log::warn_once(format_args!(
-                        "cannot start the thread that closes abandoned connections: some may stay open: {error}"
-                    ));
-                }
-            }
-        }
-        self.sweeper = Sweeper::Awake;
-    }
-}
-
-/// The body of the sweeper's thread.
-fn sweep_on() {
-    block_signals();
-    loop {
-        thread::sleep(SWEEP_INTERVAL);
-        sweep();
-        let mut attempts = locked(&ATTEMPTS);
-        if attempts.under_way.as_ref().is_none_or(HashMap::is_empty) {
-            attempts.sweeper = Sweeper::Idle;
-        }
-        while attempts.sweeper == Sweeper::Idle {
-            attempts = BEGUN.wait(attempts).unwrap_or_else(PoisonError::into_inner);
-        }
-    }
-}
+static ATTEMPTS: Mutex<Attempts> = Mutex::new(Attempts { made: 0, under_way: None });
 
 /// Notes that the last rank of a communicator in this process has ended: its attempts are dropped as soon as they
 /// are no longer polled.
@@ -157,12 +105,15 @@ pub fn communicator_ended(communicator: u64) {
     all.filter(|attempt| attempt.communicator == communicator).for_each(|attempt| attempt.ended = true);
 }
 
-/// Closes the connections of abandoned attempts.
-pub fn sweep() {
+/// Closes the connections of attempts that are abandoned. Returns whether attempts are left.
+fn drop_abandoned(now: Instant) -> bool {
     let mut attempts = locked(&ATTEMPTS);
-    let left = attempts.under_way.as_mut().map(|under_way| swept(under_way, Instant::now()));
+    let Some(under_way) = &mut attempts.under_way else { return false };
+    let abandoned = swept(under_way, now);
+    let is_left = !under_way.is_empty();
     drop(attempts);
-    drop(left);
+    drop(abandoned);
+    is_left
 }
 
 /// Takes the abandoned attempts out of the table.
@@ -177,7 +128,7 @@ pub fn connect(device: &Device, bytes: &mut [u8], communicator: u64) -> Outcome<
     let handle = Handle::read(bytes).map_err(Fault::usage)?;
     let mut attempt = match handle.attempt {
         0 => {
-            sweep();
+            sweeper::sweep();
             Attempt::begin(device, &handle, communicator)?
         }
         number => take(number)
@@ -200,17 +151,15 @@ fn take(number: u64) -> Option<Attempt> {
 fn put_back(number: u64, mut attempt: Attempt) -> u64 {
     attempt.asked = Instant::now();
     attempt.doubted = None;
-    let mut attempts = locked(&ATTEMPTS);
-    attempts.wake_sweeper();
-    let attempts = &mut *attempts;
-    let under_way = attempts.under_way.get_or_insert_default();
-    if number != 0 {
-        under_way.insert(number, attempt);
-        return number;
-    }
-    attempts.made += 1;
-    under_way.insert(attempts.made, attempt);
-    attempts.made
+    let number = {
+        let attempts = &mut *locked(&ATTEMPTS);
+        let number = if number == 0 { attempts.made + 1 } else { number };
+        attempts.made = attempts.made.max(number);
+        attempts.under_way.get_or_insert_default().insert(number, attempt);
+        number
+    };
+    sweeper::watch(drop_abandoned);
+    number
 }
 
 impl Attempt {

@@ -22,10 +22,11 @@
 //!
 //! `tables` (the functions that NCCL calls), `properties` and `device` (NICs) and `merged` (several NICs as one
 //! device), `channels` (the number of rings), `attempt` and `listener` (setting up a comm) with `pairs`,
-//! `unreachable_paths`, `handle` and `proof`, `comm` (requests), `sending` and `receiving`, `header` (the wire format),
+//! `unreachable_paths`, `handle`, `proof`, `acceptor` and `sweeper` (threads during set-up), `comm` (requests), `sending` and `receiving`, `header` (the wire format),
 //! `encryption`, `wire` (one socket) and `link` (its name in errors), `pool` and `worker` (the threads that move bulk; `ranks` and
 //! `settings`: how many). `failure` and `log` report errors, `metrics` counts.
 
+mod acceptor;
 mod affinity;
 mod attempt;
 mod channels;
@@ -48,6 +49,7 @@ mod ranks;
 mod receiving;
 mod sending;
 mod settings;
+mod sweeper;
 mod tables;
 #[cfg(test)]
 mod testing;

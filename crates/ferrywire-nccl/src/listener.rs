@@ -2,15 +2,18 @@
 //!
 //! Invariants: no call waits; a comm outlives its listener; connections that have not proved themselves are bounded in
 //! number and delay nothing; a failure of one of several NICs does not affect the others.
+//! Read next: `acceptor.rs`, the thread that accepts where NCCL calls `accept` too late.
 
 use std::io;
 use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use ferrywire_net::{Conn, Listener, Nic, Transport};
 
-use crate::attempt::{self, be_patient, data_options};
-use crate::comm::Comm;
+use crate::acceptor;
+use crate::attempt::{DOUBTED_FOR, be_patient, data_options};
+use crate::comm::{Comm, locked};
 use crate::device::{Device, network};
 use crate::encryption::shared_key;
 use crate::failure::{Fault, Outcome, is_short};
@@ -18,6 +21,7 @@ use crate::handle::{Handle, Secret};
 use crate::log;
 use crate::proof::{self, Claim, Serving};
 use crate::receiving::RecvComm;
+use crate::sweeper;
 
 /// Most connections under proof; further ones wait in the kernel.
 const PROVING_MAX: usize = 256;
@@ -25,7 +29,22 @@ const PROVING_MAX: usize = 256;
 const PROVING_MIN: Duration = Duration::from_secs(5);
 
 /// A listener of the plugin, to which NCCL holds a pointer.
-pub struct ListenComm {
+pub struct ListenComm(Arc<Mutex<Listening>>);
+
+/// A listener, as its owner and the plugin's threads share it.
+pub struct Listening {
+    /// `None` once its communicator has ended.
+    reception: Option<Reception>,
+    /// NCCL's id of the communicator; 0 if NCCL gives none.
+    communicator: u64,
+    /// Whether the communicator's last rank in this process has ended. Communicators that share its connections may
+    /// still accept.
+    ended: bool,
+    doubted: Option<Instant>,
+}
+
+/// The sockets of a listener.
+struct Reception {
     /// One kernel listener for each NIC of the device.
     listeners: Vec<Box<dyn Listener>>,
     secret: Secret,
@@ -34,15 +53,102 @@ pub struct ListenComm {
     gathering: Vec<Gathering>,
 }
 
+/// The listeners of communicators with an id, which NCCL does not close if it aborts their set-up.
+static LISTENERS: Mutex<Vec<Weak<Mutex<Listening>>>> = Mutex::new(Vec::new());
+
 /// Connections of a comm, of which some are missing.
 struct Gathering {
     comm: [u8; 16],
     conns: Vec<Option<Box<dyn Conn>>>,
 }
 
+/// Notes that the last rank of a communicator in this process has ended: its listeners are closed unless they still accept.
+pub fn communicator_ended(communicator: u64) {
+    let mut any = false;
+    for listening in locked(&LISTENERS).iter().filter_map(Weak::upgrade) {
+        let mut listening = locked(&listening);
+        if listening.communicator == communicator {
+            (listening.ended, any) = (true, true);
+        }
+    }
+    if any {
+        sweeper::watch(drop_abandoned);
+    }
+}
+
+/// Closes the sockets of listeners that are abandoned. Returns whether listeners of ended communicators are left.
+fn drop_abandoned(now: Instant) -> bool {
+    let mut is_left = false;
+    let mut abandoned = Vec::new();
+    locked(&LISTENERS).retain(|listening| {
+        let Some(listening) = listening.upgrade() else { return false };
+        let mut listening = locked(&listening);
+        let is_abandoned = listening.is_abandoned(now);
+        if is_abandoned {
+            abandoned.extend(listening.reception.take());
+        }
+        is_left |= listening.ended && !is_abandoned;
+        !is_abandoned
+    });
+    // Closing sockets takes time.
+    drop(abandoned);
+    is_left
+}
+
 impl ListenComm {
-    /// Listens on all NICs of a device that permit it, at least one.
-    pub fn open(device: &Device) -> Outcome<(ListenComm, Handle)> {
+    /// Listens on all NICs of a device that permit it, at least one. `communicator` is NCCL's id of the communicator, 0 if
+    /// NCCL gives none. With `waits_for_connect`, NCCL calls `accept` only after `connect` has finished at the peer.
+    pub fn open(
+        device: &Device,
+        communicator: u64,
+        waits_for_connect: bool,
+    ) -> Outcome<(ListenComm, Handle)> {
+        let (reception, handle) = Reception::open(device)?;
+        let (reception, ended, doubted) = (Some(reception), false, None);
+        let listening = Arc::new(Mutex::new(Listening { reception, communicator, ended, doubted }));
+        if communicator != 0 {
+            locked(&LISTENERS).push(Arc::downgrade(&listening));
+        }
+        if waits_for_connect {
+            acceptor::serve(Arc::downgrade(&listening))?;
+        }
+        Ok((ListenComm(listening), handle))
+    }
+
+    /// Makes one call of `accept`: returns a comm, or `None` while it is not complete.
+    pub fn accept(&self) -> Outcome<Option<Box<Comm>>> {
+        sweeper::sweep();
+        let mut listening = locked(&self.0);
+        listening.doubted = None;
+        let reception = listening.reception.as_mut();
+        reception.ok_or_else(|| Fault::usage("the communicator of the listener has ended"))?.accept()
+    }
+}
+
+impl Drop for ListenComm {
+    fn drop(&mut self) {
+        // A thread may have the listener in hand, and would close its sockets later.
+        let reception = locked(&self.0).reception.take();
+        drop(reception);
+    }
+}
+
+impl Listening {
+    /// Accepts what has arrived. Returns whether anything had.
+    pub fn progress(&mut self) -> bool {
+        let Some(reception) = &mut self.reception else { return false };
+        // Its error is that of the next call of `accept` too.
+        reception.progress().unwrap_or(false)
+    }
+
+    /// Whether the listener is abandoned. The first check after the communicator's end only marks it as doubted.
+    fn is_abandoned(&mut self, now: Instant) -> bool {
+        self.ended && now.duration_since(*self.doubted.get_or_insert(now)) >= DOUBTED_FOR
+    }
+}
+
+impl Reception {
+    fn open(device: &Device) -> Outcome<(Reception, Handle)> {
         shared_key()?;
         let listen = |nic: &&Nic| {
             let listener = network().listen(SocketAddr::new(nic.address, 0));
@@ -68,24 +174,39 @@ impl ListenComm {
         let addresses = listeners.iter().map(|listener| listener.local()).collect();
         let handle = Handle { addresses, secret, attempt: 0 };
         let (proving, gathering) = (Vec::new(), Vec::new());
-        Ok((ListenComm { listeners, secret, proving, proving_max: PROVING_MAX, gathering }, handle))
+        Ok((Reception { listeners, secret, proving, proving_max: PROVING_MAX, gathering }, handle))
     }
 
-    /// Makes one call of `accept`: returns a comm, or `None` while it is not complete.
-    pub fn accept(&mut self) -> Outcome<Option<Box<Comm>>> {
-        attempt::sweep();
-        // Connections that are already accepted come first: most need one check, and then no room has to be made.
-        self.prove();
-        self.take_in()?;
-        self.prove();
-        let complete = |gathering: &Gathering| gathering.conns.iter().all(Option::is_some);
-        let Some(place) = self.gathering.iter().position(complete) else { return Ok(None) };
+    /// Returns a comm, or `None` while none is complete.
+    fn accept(&mut self) -> Outcome<Option<Box<Comm>>> {
+        self.progress()?;
+        let Some(place) = self.complete() else { return Ok(None) };
         let conns = self.gathering.swap_remove(place).conns;
         RecvComm::open(conns.into_iter().flatten().collect()).map(Some)
     }
 
-    fn prove(&mut self) {
-        let secret = self.secret;
+    /// The place of a comm that has all its connections.
+    fn complete(&self) -> Option<usize> {
+        self.gathering.iter().position(|gathering| gathering.conns.iter().all(Option::is_some))
+    }
+
+    /// Accepts and proves connections until a comm is complete. Returns whether there was anything to do.
+    fn progress(&mut self) -> Outcome<bool> {
+        let before = self.proving.len();
+        // Connections that are already accepted come first: most need one check, and then no room has to be made.
+        let mut worked = self.prove();
+        // A complete comm needs no more of them, and a process without descriptors could not accept them.
+        if self.complete().is_none() {
+            self.take_in()?;
+            worked |= self.proving.len() != before;
+            worked |= self.prove();
+        }
+        Ok(worked)
+    }
+
+    /// Makes progress with the proofs. Returns whether any has ended.
+    fn prove(&mut self) -> bool {
+        let (secret, before) = (self.secret, self.proving.len());
         let mut proven = Vec::new();
         self.proving.retain_mut(|(_, serving)| match serving.poll(&secret) {
             Ok(None) => true,
@@ -97,6 +218,7 @@ impl ListenComm {
             Err(_) => false,
         });
         proven.into_iter().for_each(|(claim, conn)| self.gather(claim, conn));
+        self.proving.len() < before
     }
 
     /// Accepts the connections that have arrived over all NICs. A NIC whose listener fails is closed: its dialers are
@@ -190,10 +312,10 @@ mod tests {
     use std::os::fd::RawFd;
 
     /// A listener on loopback.
-    fn listening() -> (ListenComm, Handle) {
+    fn listening() -> (Reception, Handle) {
         let nic =
             nics::list().unwrap().into_iter().find(|nic| nic.loopback && nic.address.is_ipv4()).unwrap();
-        ListenComm::open(&Device::of(0, nic)).unwrap()
+        Reception::open(&Device::of(0, nic)).unwrap()
     }
 
     /// Simulates a listener whose address and sockets are taken away: `accept` fails for good.
@@ -277,13 +399,36 @@ mod tests {
         assert!(listener.accept().err().unwrap().why.contains("Too many open files"));
     }
 
+    /// Regression: the last connection of a comm took the last descriptor, and the call that completed the comm failed: it
+    /// looked for further connections first.
+    #[test]
+    fn a_complete_comm_needs_no_more_descriptors() {
+        let (mut listener, handle) = listening();
+        let connect =
+            || TcpTransport::default().dial(None, handle.addresses[0], &ConnOptions::default()).unwrap();
+        let claim = |index| Claim { comm: [5; 16], index, sockets: 2 };
+        let mut dialling = [0, 1].map(|index| Dialling::new(connect(), claim(index)));
+        until("both are here", || {
+            assert!(listener.accept().unwrap().is_none());
+            (listener.proving.len() == 2).then_some(())
+        });
+        for (dialling, (_, serving)) in dialling.iter_mut().zip(&listener.proving) {
+            until("a claim", || {
+                assert!(dialling.poll(&handle.secret).unwrap().is_none());
+                serving.has_claim().then_some(())
+            });
+        }
+        listener.listeners.insert(0, Box::new(Short(handle.addresses[0])));
+        assert!(listener.accept().unwrap().is_some());
+    }
+
     /// Regression: a network failure of some seconds during setup ended the communicator.
     #[test]
     fn connections_outlast_short_outages_from_the_first() {
         let (mut listener, handle) = listening();
         let nic =
             nics::list().unwrap().into_iter().find(|nic| nic.loopback && nic.address.is_ipv4()).unwrap();
-        let near = attempt::dial(&Pair { nic, to: handle.addresses[0] }).unwrap();
+        let near = crate::attempt::dial(&Pair { nic, to: handle.addresses[0] }).unwrap();
         let keeps = |fd| socket::get_int(fd, libc::IPPROTO_TCP, libc::TCP_KEEPIDLE).unwrap();
         assert!(keeps(near.fd().unwrap()) >= 20);
         let mut dialling = Dialling::new(near, Claim { comm: [3; 16], index: 0, sockets: 2 });

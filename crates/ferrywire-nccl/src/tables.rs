@@ -2,7 +2,8 @@
 //!
 //! There is no v4: NCCL 2.8 to 2.11, which use it, call `connect` and `accept` once and expect them to block, with all
 //! connects of a rank before its accepts. Here both ends prove themselves to each other during repeated calls. Without
-//! a matching table, those versions use their own sockets.
+//! a matching table, those versions use their own sockets. NCCL 2.12 to 2.16 repeat the calls, but also make all connects of
+//! a rank before its accepts: see `acceptor.rs`.
 //!
 //! Each version's table is a static. Functions that differ between versions are a few lines around a common body.
 //! Invariants: no panic crosses into NCCL, it becomes result 3; every output is written on every path.
@@ -19,12 +20,13 @@ use crate::channels;
 use crate::comm::{Comm, Memory, Request};
 use crate::device::devices as devices_of_this_host;
 use crate::failure::{Fault, Outcome, guarded};
-use crate::listener::ListenComm;
+use crate::listener::{self, ListenComm};
 use crate::log;
 use crate::merged::{self, device};
 use crate::properties::*;
 use crate::ranks;
 use crate::settings;
+use crate::sweeper;
 
 fn start(log: Log) -> ResultCode {
     log::set_logger(log);
@@ -92,8 +94,9 @@ unsafe extern "C" fn finalize(context: P) -> ResultCode {
         let communicator = context.addr() as u64;
         if ranks::end(communicator) {
             attempt::communicator_ended(communicator);
+            listener::communicator_ended(communicator);
         }
-        attempt::sweep();
+        sweeper::sweep();
         Ok(())
     })
 }
@@ -113,10 +116,16 @@ unsafe extern "C" fn devices(ndev: *mut c_int) -> ResultCode {
 
 /// # Safety
 /// `handle` has room for a handle, `listen_comm` for a pointer.
-unsafe fn listen(dev: c_int, handle: P, listen_comm: PP) -> ResultCode {
+unsafe fn listen(
+    dev: c_int,
+    communicator: u64,
+    waits_for_connect: bool,
+    handle: P,
+    listen_comm: PP,
+) -> ResultCode {
     guarded(|| {
-        attempt::sweep();
-        let (comm, made) = ListenComm::open(device(dev)?)?;
+        sweeper::sweep();
+        let (comm, made) = ListenComm::open(device(dev)?, communicator, waits_for_connect)?;
         let mut bytes = [0; HANDLE_BYTES];
         made.write(&mut bytes);
         // SAFETY: the caller promises room for a handle and a pointer.
@@ -130,12 +139,17 @@ unsafe fn listen(dev: c_int, handle: P, listen_comm: PP) -> ResultCode {
 
 unsafe extern "C" fn listen_v5(dev: c_int, handle: P, listen_comm: PP) -> ResultCode {
     // SAFETY: NCCL gives room for the pointer; its handle has this size.
-    unsafe { listen(dev, handle, listen_comm) }
+    unsafe { listen(dev, 0, true, handle, listen_comm) }
 }
 
-unsafe extern "C" fn listen_v11(_context: P, dev: c_int, handle: P, listen_comm: PP) -> ResultCode {
+unsafe extern "C" fn listen_v7(dev: c_int, handle: P, listen_comm: PP) -> ResultCode {
     // SAFETY: NCCL gives room for the pointer; its handle has this size.
-    unsafe { listen(dev, handle, listen_comm) }
+    unsafe { listen(dev, 0, false, handle, listen_comm) }
+}
+
+unsafe extern "C" fn listen_v11(context: P, dev: c_int, handle: P, listen_comm: PP) -> ResultCode {
+    // SAFETY: NCCL gives room for the pointer; its handle has this size.
+    unsafe { listen(dev, context.addr() as u64, false, handle, listen_comm) }
 }
 
 /// # Safety
@@ -197,7 +211,7 @@ unsafe extern "C" fn accept_v5(listen_comm: P, recv_comm: PP) -> ResultCode {
         // SAFETY: NCCL gives room for the pointer, and a listener that no other thread uses now.
         let listener = unsafe {
             recv_comm.write(ptr::null_mut());
-            listen_comm.cast::<ListenComm>().as_mut()
+            listen_comm.cast::<ListenComm>().as_ref()
         };
         let comm = listener.ok_or_else(|| Fault::usage("accept was called without a listener"))?.accept()?;
         // SAFETY: NCCL gives room for the pointer.
@@ -438,7 +452,7 @@ unsafe extern "C" fn test(request: P, done: *mut c_int, sizes: *mut c_int) -> Re
 /// Closes a comm of either kind by dropping it.
 unsafe extern "C" fn close(comm: P) -> ResultCode {
     guarded(|| {
-        attempt::sweep();
+        sweeper::sweep();
         if !comm.is_null() {
             // SAFETY: the comm is one of this plugin, and NCCL does not use it any more.
             drop(unsafe { Box::from_raw(comm.cast::<Comm>()) });
@@ -449,7 +463,7 @@ unsafe extern "C" fn close(comm: P) -> ResultCode {
 
 unsafe extern "C" fn close_listen(listen_comm: P) -> ResultCode {
     guarded(|| {
-        attempt::sweep();
+        sweeper::sweep();
         if !listen_comm.is_null() {
             // SAFETY: the listener is one of this plugin, and NCCL does not use it any more.
             drop(unsafe { Box::from_raw(listen_comm.cast::<ListenComm>()) });
@@ -492,20 +506,20 @@ export! {
         reg_mr: reg_mr_v5, isend: isend_v5, irecv: irecv_v5, iflush: iflush_v5,
     }
     ncclNetPlugin_v7 NetV7 {
-        init: init_v5, get_properties: get_properties_v7, listen: listen_v5, connect: connect_v7, accept: accept_v7,
+        init: init_v5, get_properties: get_properties_v7, listen: listen_v7, connect: connect_v7, accept: accept_v7,
         reg_mr: reg_mr_v5, isend: isend_v5, irecv: irecv_v5, iflush: iflush_v5,
     }
     ncclNetPlugin_v8 NetV8 {
-        init: init_v5, get_properties: get_properties_v8, listen: listen_v5, connect: connect_v7, accept: accept_v7,
+        init: init_v5, get_properties: get_properties_v8, listen: listen_v7, connect: connect_v7, accept: accept_v7,
         reg_mr: reg_mr_v8, isend: isend_v5, irecv: irecv_v5, iflush: iflush_v5,
     }
     ncclNetPlugin_v9 NetV9 {
-        init: init_v9, get_properties: get_properties_v9, listen: listen_v5, connect: connect_v7, accept: accept_v7,
+        init: init_v9, get_properties: get_properties_v9, listen: listen_v7, connect: connect_v7, accept: accept_v7,
         reg_mr: reg_mr_v8, isend: isend_v9, irecv: irecv_v9, iflush: iflush_v5,
         make_v_device: make_v_device_v9,
     }
     ncclNetPlugin_v10 NetV10 {
-        init: init_v10, get_properties: get_properties_v9, listen: listen_v5, connect: connect_v10,
+        init: init_v10, get_properties: get_properties_v9, listen: listen_v7, connect: connect_v10,
         accept: accept_v7, reg_mr: reg_mr_v8, isend: isend_v10, irecv: irecv_v10, iflush: iflush_v5,
         make_v_device: make_v_device_v9,
     }

@@ -1,7 +1,7 @@
 //! Runs a driver in C that uses the plugin as NCCL does, each case in a process of its own.
 //!
 //! Each thing that an exported plugin has to survive is a case; cases whose calls differ between versions run in v10,
-//! v11 and v12.
+//! v11 and v12. In v6, for NCCL before 2.17, only the order of calls differs.
 
 use crate::driver::{can_make_namespaces, command, has_time, output, passes};
 
@@ -38,7 +38,15 @@ cases! {
     no_logger
 }
 
-/// Regression: connections that an abort left half made stayed open until NCCL called again, which could be never. In
+/// Regression: ranks of NCCL 2.12 to 2.16 hung. They wait for each connect before their first accept, and a connect ended
+/// only once the peer called accept.
+#[test]
+fn a_connect_of_an_old_nccl_ends_before_the_peer_accepts() {
+    passes("driver", 6, "connects_first");
+}
+
+/// Regression: connections that an abort left half made stayed open until NCCL called again, which could be never, and so
+/// did listeners, which NCCL closes only after an accept. In
 /// parallel, because the versions before 11 wait for long.
 #[test]
 fn abandoned() {

@@ -92,7 +92,7 @@ static void rest(double quiet_since)
 static int net_init(struct net *net, logger_t log)
 {
     net->config = -1;
-    if (net->version == 10)
+    if (net->version <= 10)
         return ((int (*)(logger_t, void *))net->table[1])(log, NULL);
     return ((int (*)(void **, uint64_t, int *, logger_t, void *))net->table[1])(&net->context, net->communicator,
                                                                                  &net->config, log, NULL);
@@ -118,13 +118,15 @@ static int net_properties(struct net *net, int device, void *into)
 
 static int net_listen(struct net *net, void *handle, void **comm)
 {
-    if (net->version == 10)
+    if (net->version <= 10)
         return ((int (*)(int, void *, void **))net->table[4])(net->device, handle, comm);
     return ((int (*)(void *, int, void *, void **))net->table[4])(net->context, net->device, handle, comm);
 }
 
 static int net_connect(struct net *net, void *handle, void **comm, void **device_handle)
 {
+    if (net->version == 6)
+        return ((int (*)(int, void *, void **))net->table[5])(net->device, handle, comm);
     if (net->version == 10)
         return ((int (*)(int, int *, void *, void **, void **))net->table[5])(net->device, &net->config, handle,
                                                                                comm,
@@ -156,6 +158,9 @@ static int net_isend_of(struct net *net, void *comm, void *data, size_t size, vo
 
 static int net_isend(struct net *net, void *comm, void *data, size_t size, int tag, void **request)
 {
+    if (net->version == 6)
+        return ((int (*)(void *, void *, int, int, void *, void **))net->table[10])(comm, data, (int)size, tag, NULL,
+                                                                                     request);
     return ((int (*)(void *, void *, size_t, int, void *, void *, void **))net->table[10])(comm, data, size, tag, NULL,
                                                                                             NULL, request);
 }
@@ -169,6 +174,12 @@ static int net_irecv_n(struct net *net, void *comm, int n, void **data, size_t *
 
 static int net_irecv(struct net *net, void *comm, void *data, size_t size, int tag, void **request)
 {
+    if (net->version == 6) {
+        void *handles[1] = { NULL };
+        int bytes = (int)size;
+        return ((int (*)(void *, int, void **, int *, int *, void **, void **))net->table[11])(comm, 1, &data, &bytes,
+                                                                                                &tag, handles, request);
+    }
     return net_irecv_n(net, comm, 1, &data, &size, &tag, request);
 }
 
