@@ -225,6 +225,7 @@ pub fn follow(poster: &Poster, depth: usize) -> Outcome {
                 poster.right_length(bytes)?;
                 waiting.pop_front();
                 received += 1;
+                poster.link.goes_on()?;
             }
             // To ask for the end takes as long as to receive a short message.
             Err(TransferError::Stalled { .. }) if stop.is_none() => {

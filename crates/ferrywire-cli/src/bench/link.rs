@@ -142,7 +142,7 @@ impl Link {
     }
 
     /// Fails if the user pressed Ctrl-C, or if another conversation of the run has failed.
-    fn goes_on(&self) -> Outcome {
+    pub fn goes_on(&self) -> Outcome {
         if sys::interrupted() {
             return Err(Failure::Interrupted);
         }

@@ -222,3 +222,32 @@ fn serve_is_killed(moment: Duration, whole: bool) {
         crate::common::results(&ferrywire(&args).output().expect("it runs"));
     }
 }
+
+/// Regression: an end that received messages looked for Ctrl-C only when none came. It ended 10 s later, and the other end
+/// learned no reason.
+#[test]
+fn an_interrupted_serve_says_so_in_the_middle_of_a_flow_of_sends() {
+    let serve = Serve::start("--memory host");
+    let args = "--memory host --op send --sizes 4K --depth 64 --warmup 1 --iters 1000000000 --seconds 600";
+    let mut connect = ferrywire(&format!("bench connect {} {args}", serve.address));
+    let connect = connect.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().expect("it starts");
+    let stat = format!("/proc/{}/stat", serve.child.id());
+    // Clock ticks of CPU time, of which preparing one short message takes few.
+    let ticks = || {
+        let stat = std::fs::read_to_string(&stat).expect("it runs");
+        let fields = stat.rsplit_once(')').expect("a name").1.split_whitespace();
+        fields.skip(11).take(2).map(|ticks| ticks.parse::<u64>().expect("a number")).sum::<u64>()
+    };
+    let since = Instant::now();
+    while ticks() < 100 {
+        assert!(since.elapsed() < HANGS_AFTER, "no messages move");
+        thread::sleep(Duration::from_millis(10));
+    }
+    // SAFETY: a signal to a child of this process that has not been waited for.
+    unsafe { libc::kill(serve.child.id() as i32, libc::SIGINT) };
+    let output = connect.wait_with_output().expect("it ends");
+    let said = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(error_lines(&said).iter().any(|line| line.contains("interrupted")), "{said}");
+    assert_eq!(serve.end().0, Some(130));
+}
