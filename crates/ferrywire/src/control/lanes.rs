@@ -11,7 +11,7 @@
 //! one reason at both ends.
 //! Read next: `payload/payload_backend.rs`, `payload/plugin/setup.rs`.
 
-use super::dial::{Announced, Dial, DialFor};
+use super::dial::{Announced, Dial, DialFailure, DialFor};
 use super::link::Link;
 use crate::core::channel::Channel;
 use crate::core::context::Context;
@@ -21,6 +21,7 @@ use crate::payload::lane::{Progress, Setup};
 use crate::payload::payload_backend::SharedBackend;
 use ferrywire_ncclnet::abi::HANDLE_BYTES;
 use ferrywire_net::Conn;
+use ferrywire_proto::handshake::RefusalCode;
 use ferrywire_proto::limits;
 use ferrywire_proto::session::ControlMessage;
 use std::collections::BTreeMap;
@@ -39,6 +40,8 @@ struct Waiting {
     generation: u32,
     conn: Box<dyn Conn>,
     setup: Box<dyn Setup>,
+    /// When the lane's connection is dialled again, because the peer was busy.
+    redial_at: Option<Duration>,
 }
 
 /// The lanes of one peer.
@@ -157,7 +160,7 @@ impl Link {
         let (transport, waker) = (&*context.transport, context.control_waker());
         match backend.begin(transport, &*conn, self.dials(), now, waker) {
             Ok(setup) => {
-                self.lanes.waiting.insert(index, Waiting { generation, conn, setup });
+                self.lanes.waiting.insert(index, Waiting { generation, conn, setup, redial_at: None });
             }
             Err(why) => return self.lane_given_up(index, generation, why, now),
         }
@@ -229,7 +232,8 @@ impl Link {
         let indices: Vec<u16> = self.lanes.waiting.keys().copied().collect();
         for index in indices {
             let Some(waiting) = self.lanes.waiting.get_mut(&index) else { continue };
-            if !waiting.setup.wants_connection() {
+            let is_due = waiting.redial_at.take_if(|at| *at <= now).is_some();
+            if !is_due && !waiting.setup.wants_connection() {
                 continue;
             }
             let (generation, local, remote) =
@@ -280,11 +284,23 @@ impl Link {
         }
     }
 
-    /// Handles a failure to dial a lane's connection.
-    pub(super) fn lane_not_connected(&mut self, index: u16, generation: u32, error: &Error, now: Duration) {
-        if self.lanes.waiting.get(&index).is_some_and(|waiting| waiting.generation == generation) {
-            self.lane_given_up(index, generation, format!("the connection of its lane: {error}"), now);
+    /// Handles a failure to dial a lane's connection. A connection that a busy peer has refused never reached the peer's
+    /// set-up, so it is dialled again, within the timeout of this end's set-up. After any other failure the peer's set-up
+    /// may have the connection and would not take a second one.
+    pub(super) fn lane_not_connected(
+        &mut self,
+        index: u16,
+        generation: u32,
+        failure: &DialFailure,
+        now: Duration,
+    ) {
+        let waiting = self.lanes.waiting.get_mut(&index).filter(|waiting| waiting.generation == generation);
+        let Some(waiting) = waiting else { return };
+        if failure.refused == Some(RefusalCode::Busy) {
+            waiting.redial_at = Some(now + limits::REDIAL_INTERVAL);
+            return;
         }
+        self.lane_given_up(index, generation, format!("the connection of its lane: {}", failure.error), now);
     }
 
     /// Handles a lane that cannot be set up.

@@ -175,8 +175,8 @@ pub enum Progress {
 
 /// The set-up of one lane. The control thread polls it, so nothing here blocks.
 pub trait Setup: Send {
-    /// Whether the lane needs a connection of its own. If true, the end that opened the session dials a
-    /// connection. The engine calls this once.
+    /// Whether the lane needs a connection of its own; true at most once. The end that opened the session then dials a
+    /// connection, again and again while the other end is busy.
     fn wants_connection(&mut self) -> bool {
         false
     }

@@ -15,6 +15,7 @@ mod dropped;
 mod ends;
 mod forks;
 mod held_up;
+mod lanes;
 mod limits;
 mod many;
 mod metrics;
