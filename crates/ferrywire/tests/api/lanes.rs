@@ -2,17 +2,19 @@
 
 use crate::LIMIT;
 use ferrywire::memory::Memory;
+use ferrywire::net::sim::{ResetSeen, Side, SimNet};
 use ferrywire::net::{Conn, Nic, Transport};
 use ferrywire::payload::{
     BackendConfig, InFlight, Incompatible, Lane, LaneBy, PayloadBackend, Post, Progress, Run, Setup,
     SharedBackend, Step, Terms, Ticket, Ungathered, Way,
 };
-use ferrywire::{Config, Endpoint, Error, MemoryLocation, limits};
+use ferrywire::{Config, Endpoint, Error, MemoryLocation, Peer, limits};
 use ferrywire_proto::handshake::Config as SessionConfig;
 use ferrywire_sys::poll::Waker;
-use std::net::TcpStream;
+use std::mem::ManuallyDrop;
+use std::net::{IpAddr, TcpStream};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
@@ -21,17 +23,21 @@ const IDLE: &str = "idle lanes";
 /// A backend whose lanes need a connection of their own.
 #[derive(Clone, Debug, Default)]
 struct Idle {
-    observed: Arc<Observed>,
+    state: Arc<BackendState>,
 }
 
-/// What the tests observe of a backend.
+/// What the tests observe of a backend, and request of it.
 #[derive(Debug, Default)]
-struct Observed {
+struct BackendState {
     has_asked_for_connection: AtomicBool,
+    /// Number of set-ups that have begun.
+    begun: AtomicUsize,
+    /// Whether every set-up fails at once.
+    fails: AtomicBool,
 }
 
 struct IdleSetup {
-    observed: Arc<Observed>,
+    state: Arc<BackendState>,
     since: Duration,
     /// Whether this end dials the lane's connection and has not asked for it.
     to_dial: bool,
@@ -91,8 +97,9 @@ impl PayloadBackend for Idle {
         now: Duration,
         _waker: Waker,
     ) -> Result<Box<dyn Setup>, String> {
+        self.state.begun.fetch_add(1, Ordering::SeqCst);
         Ok(Box::new(IdleSetup {
-            observed: self.observed.clone(),
+            state: self.state.clone(),
             since: now,
             to_dial: dials,
             conn: None,
@@ -113,7 +120,7 @@ impl PayloadBackend for Idle {
 impl Setup for IdleSetup {
     fn wants_connection(&mut self) -> bool {
         let asks = std::mem::take(&mut self.to_dial);
-        self.observed.has_asked_for_connection.fetch_or(asks, Ordering::SeqCst);
+        self.state.has_asked_for_connection.fetch_or(asks, Ordering::SeqCst);
         asks
     }
 
@@ -127,6 +134,9 @@ impl Setup for IdleSetup {
     }
 
     fn poll(&mut self, _now: Duration) -> Progress {
+        if self.state.fails.load(Ordering::SeqCst) {
+            return Progress::Failed("the test lets it fail".into());
+        }
         if self.conn.is_none() {
             return Progress::Pending;
         }
@@ -221,7 +231,7 @@ fn a_lane_whose_connection_a_busy_peer_refuses_is_dialled_again() {
     let (near, address) = (builder().build().unwrap(), far.listen_addresses()[0]);
     let connecting = near.start_connect(address).unwrap();
     let start = Instant::now();
-    while !backend.observed.has_asked_for_connection.load(Ordering::SeqCst) {
+    while !backend.state.has_asked_for_connection.load(Ordering::SeqCst) {
         assert!(start.elapsed() < LIMIT, "no lane is set up");
         far.progress();
         near.progress();
@@ -240,4 +250,81 @@ fn a_lane_whose_connection_a_busy_peer_refuses_is_dialled_again() {
     };
     assert_eq!((peer.stats().transport, peer.error()), (IDLE, None));
     [near, far].iter().for_each(|end| drop(end.close(Duration::ZERO)));
+}
+
+/// Two connected endpoints of a simulated network, which the test polls.
+struct SimPair {
+    net: Arc<SimNet>,
+    /// The connecting end, then the accepting end. Never dropped: that would wait for a clock which only the test advances.
+    ends: ManuallyDrop<[Endpoint; 2]>,
+    near: Peer,
+    _far: Peer,
+}
+
+impl SimPair {
+    /// Connects two endpoints, each with its backend.
+    fn connect(channels: usize, backends: [&Idle; 2]) -> SimPair {
+        let net = SimNet::new(0);
+        let [near, far] = [1u8, 2].map(|last| {
+            let address = IpAddr::from([10, 0, 0, last]);
+            let host = net.host(&format!("host{last}"), &[("eth0", address)]);
+            let builder = Endpoint::builder().threads(0).channels(channels).transport(host);
+            let builder = builder.payload_backend(backends[usize::from(last) - 1].clone());
+            let builder = builder.secret("a secret for simulated hosts");
+            builder.listen((address, 7420).into()).build().unwrap()
+        });
+        let connecting = near.start_connect(far.listen_addresses()[0]).unwrap();
+        let (mut connected, mut accepted) = (None, None);
+        while connected.is_none() || accepted.is_none() {
+            assert!(net.now() < LIMIT, "they never connect");
+            pass([&near, &far], &net, Duration::from_millis(1));
+            connected = connected.or_else(|| connecting.poll());
+            accepted = accepted.or_else(|| far.accept(Duration::ZERO).ok());
+        }
+        let (near_peer, far_peer) = (connected.unwrap().unwrap(), accepted.unwrap());
+        SimPair { net, ends: ManuallyDrop::new([near, far]), near: near_peer, _far: far_peer }
+    }
+
+    fn pass(&self, time: Duration) {
+        pass(self.ends.each_ref(), &self.net, time);
+    }
+}
+
+/// Lets virtual time pass while both endpoints are polled.
+fn pass(ends: [&Endpoint; 2], net: &SimNet, time: Duration) {
+    const STEP: Duration = Duration::from_micros(50);
+    let until = net.now() + time;
+    while net.now() < until {
+        let worked = ends.map(Endpoint::progress);
+        if worked == [false; 2] {
+            net.advance(STEP);
+        } else {
+            net.advance(Duration::from_micros(1));
+        }
+    }
+}
+
+/// Regression: after a set-up that failed at the end that dials, the channel was dialled again without any pause.
+#[test]
+fn a_lane_that_cannot_be_set_up_is_tried_again_after_a_pause() {
+    let backends = [Idle::default(), Idle::default()];
+    let pair = SimPair::connect(2, backends.each_ref());
+    // Long enough for the channel to be dialled again as soon as it is lost.
+    pair.pass(2 * limits::REDIAL_INTERVAL);
+    let begun = || backends[0].state.begun.load(Ordering::SeqCst);
+    let before = begun();
+    backends[0].state.fails.store(true, Ordering::SeqCst);
+    let channel = pair.near.stats().channels[1].clone();
+    let of_channel = pair.net.connections().into_iter().find(|conn| conn.dialler == channel.local);
+    pair.net.reset(of_channel.unwrap().id, Side::Dialler, ResetSeen::AtOnce);
+    pair.pass(Duration::from_secs(3));
+    let more = begun() - before;
+    assert!((2..=8).contains(&more), "{more} set-ups in 3 s");
+    assert_eq!(pair.near.error(), None);
+    backends[0].state.fails.store(false, Ordering::SeqCst);
+    let is_up = || pair.near.stats().channels.iter().all(|channel| channel.alive);
+    while !is_up() {
+        assert!(pair.net.now() < LIMIT, "the channel never comes back");
+        pair.pass(Duration::from_millis(20));
+    }
 }

@@ -62,6 +62,8 @@ pub(super) struct OwnFence {
     pub entries: Vec<(u64, Entry)>,
     /// How and why the lane failed, if that ended the connection.
     pub lane_failed: Option<(FenceCause, String)>,
+    /// Whether the connection ended before its lane was set up.
+    pub never_up: bool,
 }
 
 /// The peer's half: the number of frames it had placed before it closed its end, and why it did.
@@ -101,6 +103,16 @@ impl ChannelRecord {
         let interval = limits::REDIAL_INTERVAL.saturating_mul(1 << doubled).min(limits::REDIAL_INTERVAL_MAX);
         self.failures = self.failures.saturating_add(1);
         self.go_down(generation, now + interval);
+    }
+
+    /// Handles a lane that could not be set up. While another channel is up, the next attempt waits as after a failure to
+    /// connect. Without one, the session ends after a number of attempts, and must not take minutes for them.
+    pub fn lane_not_set_up(&mut self, generation: u32, any_is_up: bool, now: Duration) {
+        if any_is_up {
+            self.dial_failed(generation, now);
+        } else {
+            self.go_down(generation, now + limits::REDIAL_INTERVAL);
+        }
     }
 
     /// Whether the next attempt to connect waits longer than after a single failure.

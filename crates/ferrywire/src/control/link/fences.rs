@@ -31,7 +31,7 @@ impl Link {
         if dying {
             // These frames' operations fail with the session. If they failed now, refusals would be sent over other
             // channels, and could arrive before the reason why the session ends.
-            record.set(generation, ChannelState::Fencing(OwnFence { entries, lane_failed: None }));
+            record.set(generation, ChannelState::Fencing(OwnFence { entries, ..OwnFence::default() }));
             if let ChannelState::Up { peer_fence: Some(theirs) } = state {
                 self.resolve(index, theirs, now);
             }
@@ -52,7 +52,7 @@ impl Link {
         let is_lanes = |fault: &FenceCause| *fault != FenceCause::SourceUnreadable;
         let lane_failed = remains.lane_fault.filter(is_lanes).map(|fault| (fault, line.clone()));
         self.peer.history.note_lost(line);
-        let fence = OwnFence { entries, lane_failed };
+        let fence = OwnFence { entries, lane_failed, never_up: false };
         self.channels[index].set(generation, ChannelState::Fencing(fence));
         let refused = remains.refused.iter().map(|(number, why)| (*number, *why as u8)).collect();
         let message = ControlMessage::Fence {
@@ -82,7 +82,8 @@ impl Link {
         now: Duration,
     ) {
         self.channels[index].close_generation(generation);
-        self.channels[index].set(generation, ChannelState::Fencing(OwnFence::default()));
+        let fence = OwnFence { never_up: true, ..OwnFence::default() };
+        self.channels[index].set(generation, ChannelState::Fencing(fence));
         self.say_nothing_placed(index, generation, reason, now);
     }
 
@@ -141,12 +142,16 @@ impl Link {
     /// Completes a fence: both ends have closed the connection and reported what they placed. The rest is
     /// resent, or left to the end of a session that ends.
     fn resolve(&mut self, index: u16, theirs: PeerFence, now: Duration) {
-        let dying = self.dying();
+        let (dying, any_is_up) = (self.dying(), self.any_is_up());
         let record = &mut self.channels[index];
         let ChannelState::Fencing(fence) = record.take() else { return };
         let generation = record.generation;
         // Wait before redialling, so that a connection that never lasts is not redialled in a loop.
-        record.go_down(generation, now.max(record.up_since + limits::REDIAL_INTERVAL));
+        if fence.never_up {
+            record.lane_not_set_up(generation, any_is_up, now);
+        } else {
+            record.go_down(generation, now.max(record.up_since + limits::REDIAL_INTERVAL));
+        }
         let mut again = Vec::new();
         for (number, mut entry) in fence.entries {
             if number >= theirs.placed {
@@ -158,7 +163,7 @@ impl Link {
             delivered(&self.peer, &mut entry, refusal);
         }
         if dying {
-            let rest = OwnFence { entries: again, lane_failed: None };
+            let rest = OwnFence { entries: again, ..OwnFence::default() };
             return self.channels[index].set(generation, ChannelState::Fencing(rest));
         }
         self.peer.history.fences.fetch_add(1, Ordering::Relaxed);
