@@ -83,7 +83,7 @@ pub const TRACE_CHANNELS_MAX: usize = 4096;
 pub const ADDRESSES_MAX: usize = 64;
 /// Most progress threads per endpoint.
 pub const WORKERS_MAX: usize = 64;
-/// Most peers per endpoint.
+/// Most peers per endpoint, connects in progress included.
 pub const PEERS_MAX: usize = 4096;
 /// Most connected peers that wait for `accept`. Peers that are already lost make room; if all are alive, the
 /// newest is refused.

@@ -37,6 +37,12 @@ impl Dialling {
         self.dials.iter().any(|dial| dial.resumes(session))
     }
 
+    /// Number of connects that have not led to a session.
+    fn connects(&self) -> usize {
+        let dialled = self.dials.iter().filter(|dial| matches!(dial.what, DialFor::New { .. })).count();
+        dialled + self.redials.len()
+    }
+
     /// Fails all connects in progress, since the endpoint closes.
     pub fn give_up_connects(&mut self) {
         let comes = |what: &DialFor| match what {
@@ -68,9 +74,10 @@ impl Control {
         if context.closing.load(std::sync::atomic::Ordering::SeqCst) {
             return queue.put(Err(Error::Closed));
         }
-        if self.links.len() >= limits::PEERS_MAX {
+        if self.links.len() + self.dialling.connects() >= limits::PEERS_MAX {
             let (name, limit) = ("PEERS_MAX", limits::PEERS_MAX as u64);
-            queue.put(Err(Error::Limit { name, limit, why: "close a peer first".into() }));
+            let why = "close a peer, or wait for other connects, first".into();
+            queue.put(Err(Error::Limit { name, limit, why }));
             return;
         }
         let now = self.now(context);

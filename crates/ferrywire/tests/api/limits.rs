@@ -1,7 +1,9 @@
 //! Limits on time, and names.
 
 use crate::{LIMIT, pair};
-use ferrywire::{Block, BlockList, Endpoint, ErrorKind, TransferError};
+use ferrywire::net::sim::{DialFault, SimNet};
+use ferrywire::{Block, BlockList, ConnectError, Endpoint, ErrorKind, TransferError, limits};
+use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 #[test]
@@ -61,4 +63,22 @@ fn a_peer_has_a_label_and_an_address() {
     assert_eq!(near.name(), format!("{} (decode-0)", near.address()));
     assert_eq!((far.label(), far.address().ip().is_loopback()), ("", true));
     assert_eq!(far.name(), far.address().to_string());
+}
+
+/// Regression: only connected peers counted, so that an endpoint could start any number of connects.
+#[test]
+fn connects_that_are_not_answered_count_as_peers() {
+    let net = SimNet::new(0);
+    let [ours, theirs] = [1, 2].map(|last| IpAddr::from([10, 0, 0, last]));
+    let host = net.host("connecting", &[("eth0", ours)]);
+    let _silent = net.host("silent", &[("eth0", theirs)]);
+    net.fail_dials(theirs, DialFault::TimeOut, limits::PEERS_MAX + 1);
+    let endpoint = Endpoint::builder().threads(0).transport(host).build().unwrap();
+    let connect = || endpoint.start_connect(SocketAddr::from((theirs, 7420))).unwrap();
+    let mut pending: Vec<_> = (0..limits::PEERS_MAX).map(|_| connect()).collect();
+    assert!(pending.iter().all(|connecting| connecting.poll().is_none()));
+    let refused = connect().poll();
+    assert!(matches!(refused, Some(Err(ConnectError::Limit { name: "PEERS_MAX", .. }))), "{refused:?}");
+    drop(pending.pop());
+    assert!(connect().poll().is_none(), "a connect that was withdrawn still counts");
 }
