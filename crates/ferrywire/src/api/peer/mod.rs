@@ -386,12 +386,11 @@ impl Peer {
             // the last one is queued.
             state.inbound.open_sink(op.clone(), op.total);
             state.ask(&op, op.key());
-            if op.failing() {
-                // A cancel may have come before the last request was queued.
-                state.stop_asking(&op);
-            }
             if let Some(error) = state.failure() {
                 op.fail(error);
+            }
+            if op.failing() {
+                // A cancel may have come before the sink was opened, or before the last request was queued.
                 state.end_sink(&op);
             }
         };

@@ -73,3 +73,46 @@ impl PeerState {
         worked
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Endpoint, TransferError};
+    use ferrywire_memory::sim::SimGpu;
+    use ferrywire_proto::limits;
+    use std::thread;
+    use std::time::{Duration, Instant};
+
+    const LONG: Duration = Duration::from_secs(60);
+
+    /// Regression: such a read never ended. The cancel found neither an operation that waits for its stream nor a sink, and
+    /// the start then opened the sink of a read whose request had been dropped.
+    #[test]
+    fn a_read_that_is_cancelled_at_the_moment_it_starts_ends() {
+        let builder = || Endpoint::builder().threads(0).channels(1);
+        let far = builder().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
+        let (near, address) = (builder().build().unwrap(), far.listen_addresses()[0]);
+        let (peer, _accepted) = thread::scope(|scope| {
+            let accepted = scope.spawn(|| far.accept(LONG).unwrap());
+            (near.connect(address, LONG).unwrap(), accepted.join().unwrap())
+        });
+        let (ours, theirs) = (near.alloc_host(8).unwrap(), far.alloc_host(8).unwrap());
+        // The far end is not polled from here on, so none of these ends, and further requests are kept back.
+        let read = |peer: &crate::Peer| peer.read(&ours, 0, &theirs.descriptor(), 0, 8).unwrap();
+        let _outstanding: Vec<_> = (0..limits::OUTSTANDING_READS_MAX).map(|_| read(&peer)).collect();
+        let stream = SimGpu::open(6).unwrap().stream();
+        let cancelled = read(&peer.on_stream(StreamEvent::after_sim(&stream).unwrap()));
+        let since = Instant::now();
+        let (started, _) = loop {
+            if let Some(taken) = peer.state().stream_queue.take().pop() {
+                break taken;
+            }
+            assert!(since.elapsed() < LONG, "the event never happens");
+        };
+        cancelled.cancel();
+        let Waiting { op, start, .. } = started;
+        start(peer.state(), op);
+        assert_eq!(cancelled.poll(), Some(Err(TransferError::Cancelled)));
+        [near, far].iter().for_each(|end| drop(end.close(Duration::ZERO)));
+    }
+}
