@@ -16,7 +16,7 @@ use crate::api::region::{Region, RegionHome};
 use crate::api::running::Running;
 use crate::api::wakeup::Wakeup;
 use crate::config::{Config, Secret, Secrets};
-use crate::control::{self, AcceptQueue, ConnectTarget, Control, advertised};
+use crate::control::{self, AcceptQueue, ConnectTarget, Control, Unfinished, advertised};
 use crate::core::context::Context;
 use crate::core::peer::PeerHandle;
 use crate::core::trace::{self, Tracing};
@@ -712,11 +712,13 @@ impl Inner {
     }
 }
 
-/// The error of a close before all transfers had finished: how the `first` such peer ended, and its name, if it has ended.
-fn not_closed(first: Option<(Error, String)>, timeout: Duration) -> Error {
+/// The error of a close before all transfers had finished: that of the `first` such peer, if it has ended.
+fn not_closed(first: Option<Unfinished>, timeout: Duration) -> Error {
     let all = "closing all peers";
     match first {
-        Some((how, peer)) => {
+        Some(Unfinished { how, peer, timeout: of_peer }) => {
+            // Another close may have ended the peer, and waited for another time.
+            let timeout = of_peer.unwrap_or(timeout);
             control::ended_early(how, format!("{all}: {peer} has not finished"), Some(peer), timeout)
         }
         None => control::ended_early(Error::Closed, all.into(), None, timeout),

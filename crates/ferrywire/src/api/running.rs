@@ -135,6 +135,8 @@ impl Running {
         }
         let (over, name) = (peer.is_over(), peer.name());
         let unfinished = peer.life.unfinished.load(Ordering::SeqCst);
+        // Another close of the peer or of the endpoint may have ended it, with a shorter timeout.
+        let timeout = peer.life.close_timeout.get().copied().filter(|_| over).unwrap_or(timeout);
         let failure = match peer.failure() {
             Some(Error::Closed | Error::PeerClosed { .. }) if over && !unfinished => return Ok(()),
             // It is not known yet whether posted operations will finish.

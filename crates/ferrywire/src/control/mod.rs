@@ -74,8 +74,18 @@ pub(crate) struct Control {
     call_watch: CallWatch,
     /// Whether a caller closes the endpoint.
     endpoint_closes: bool,
-    /// How the first session ended that was closed before all its transfers had finished, and its peer's name.
-    unfinished: Option<(Error, String)>,
+    /// The first session that was closed before all its transfers had finished.
+    unfinished: Option<Unfinished>,
+}
+
+/// A session that was closed before all its transfers had finished.
+#[derive(Clone)]
+pub(crate) struct Unfinished {
+    /// The error with which it ended.
+    pub how: Error,
+    pub peer: String,
+    /// The timeout of the close that ended it, if one did.
+    pub timeout: Option<Duration>,
 }
 
 impl Control {
@@ -294,7 +304,7 @@ impl Control {
         let now = self.now(&self.context());
         self.ready_set.touch(session);
         if let Some(link) = self.links.get_mut(&session) {
-            link.close_alone(now.saturating_add(timeout));
+            link.close_alone(now, timeout);
         }
     }
 
@@ -313,7 +323,7 @@ impl Control {
         let now = self.now(&self.context());
         self.take_no_more();
         self.ready_set.touch_all();
-        self.links.values_mut().for_each(|link| link.close(now.saturating_add(timeout)));
+        self.links.values_mut().for_each(|link| link.close(now, timeout));
     }
 
     /// Closes all peers, each once its transfers make no progress.
@@ -358,8 +368,8 @@ impl Control {
         self.links.get_mut(&session).expect("the session has a link").break_off();
     }
 
-    /// How the first peer ended that was closed before its transfers had finished, and its name, if there was one.
-    pub fn unfinished(&self) -> Option<(Error, String)> {
+    /// The first session that was closed before its transfers had finished, if there was one.
+    pub fn unfinished(&self) -> Option<Unfinished> {
         self.unfinished.clone()
     }
 }

@@ -3,6 +3,7 @@
 use crate::case::case;
 use crate::held_up::connected;
 use crate::{LIMIT, builder, busy_time, listening, pair};
+use ferrywire::limits::DRAIN_TIMEOUT;
 use ferrywire::orchestrator::Target;
 use ferrywire::{
     ConnectError, Endpoint, Error, Orchestrator, Peer, RefusalReason, Transfer, TransferError, Wakeup,
@@ -107,6 +108,30 @@ fn a_second_close_waits_for_the_first_and_says_the_same() {
         assert_eq!(pair.ends[0].close(LIMIT), second, "it is closed, and did not finish");
     });
     assert_eq!((pair.ends[1].close(LIMIT), pair.ends[1].close(Duration::ZERO)), (Ok(()), Ok(())));
+}
+
+/// Regression: the error named the timeout of the close that reported it, which had not waited at all.
+#[test]
+fn a_close_reports_the_wait_that_ended_a_dropped_peer() {
+    let (pair, sent) = never_finished();
+    drop((pair.near, sent));
+    eventually("the dropped peer is closed", || pair.ends[0].peer_count() == 0);
+    let closed = pair.ends[0].close(LIMIT);
+    assert!(matches!(closed, Err(Error::Stalled { waited: DRAIN_TIMEOUT, .. })), "{closed:?}");
+}
+
+/// Regression: the error named the timeout of this call, although the endpoint's close had ended the peer.
+#[test]
+fn a_close_of_a_peer_reports_the_shorter_wait_of_the_endpoint() {
+    const SHORT: Duration = Duration::from_millis(500);
+    let (pair, _sent) = never_finished();
+    thread::scope(|scope| {
+        let alone = scope.spawn(|| pair.near.close(LIMIT));
+        eventually("the peer is closed", || matches!(pair.near.notify(b"x"), Err(TransferError::Closed)));
+        drop(pair.ends[0].close(SHORT));
+        let closed = alone.join().unwrap();
+        assert!(matches!(closed, Err(Error::Stalled { waited: SHORT, .. })), "{closed:?}");
+    });
 }
 
 /// Regression: the error of an endpoint's close did not say which peer had not finished.

@@ -4,6 +4,7 @@
 
 use super::stage::{Awaited, Farewell, Retry, Settling};
 use super::{ControlConnection, Link, Role, Stage};
+use crate::control::Unfinished;
 use crate::control::accept_queue::AcceptQueue;
 use crate::control::dial::ConnectTarget;
 use crate::error::{Error, LossCause};
@@ -28,11 +29,12 @@ enum CloseLimit {
     #[default]
     Unset,
     /// All handles of the peer are dropped: `progress` has had this value since then.
-    Quiesce {
-        progress: u64,
-        since: Duration,
+    Quiesce { progress: u64, since: Duration },
+    By {
+        at: Duration,
+        /// The caller's timeout, which is over at that time.
+        timeout: Duration,
     },
-    By(Duration),
 }
 
 /// The caller that closes this peer alone, not the endpoint. States: `none -> waits -> reported`.
@@ -63,28 +65,28 @@ impl Closing {
 
     /// Whether the peer or a caller has asked to close.
     pub fn is_asked_for(&self) -> bool {
-        self.peer_has_asked() || matches!(self.limit, CloseLimit::By(_))
+        self.peer_has_asked() || matches!(self.limit, CloseLimit::By { .. })
     }
 }
 
 impl Link {
-    /// Finishes posted transfers, then closes, at the latest at `by`. The earliest time of several callers
+    /// Finishes posted transfers, then closes, at the latest after `timeout`. The earliest end of several callers' timeouts
     /// counts: otherwise the endpoint would break the session off, and the peer would see a loss.
-    pub fn close(&mut self, by: Duration) {
-        self.closing.limit = match self.closing.limit {
-            CloseLimit::By(earlier) => CloseLimit::By(earlier.min(by)),
-            CloseLimit::Unset | CloseLimit::Quiesce { .. } => CloseLimit::By(by),
-        };
+    pub fn close(&mut self, now: Duration, timeout: Duration) {
+        let at = now.saturating_add(timeout);
+        if !matches!(self.closing.limit, CloseLimit::By { at: earlier, .. } if earlier <= at) {
+            self.closing.limit = CloseLimit::By { at, timeout };
+        }
         // A user that continues to post would keep the peer busy for ever.
         self.peer.life.closing.store(true, Ordering::SeqCst);
     }
 
     /// As [`Link::close`], for a caller that closes this peer alone.
-    pub fn close_alone(&mut self, by: Duration) {
+    pub fn close_alone(&mut self, now: Duration, timeout: Duration) {
         if self.closing.caller == Caller::None {
             self.closing.caller = Caller::Waits;
         }
-        self.close(by);
+        self.close(now, timeout);
     }
 
     /// Notes that the caller of `close_alone` has been given the error.
@@ -92,10 +94,10 @@ impl Link {
         self.closing.caller = Caller::Reported;
     }
 
-    /// How the session ended, and the peer's name, if it was closed before all transfers had finished. This is for the
+    /// How the session ended, if it was closed before all transfers had finished. This is for the
     /// caller that closes the endpoint; `None` if a caller that closes this peer alone has been given the error, or
     /// will be, and if the user knew of the failure and has dropped the peer.
-    pub fn unfinished(&self, endpoint_closes: bool) -> Option<(Error, String)> {
+    pub fn unfinished(&self, endpoint_closes: bool) -> Option<Unfinished> {
         let peer = &self.peer;
         let unreported = match self.closing.caller {
             Caller::None => {
@@ -106,7 +108,11 @@ impl Link {
             Caller::Reported => false,
         };
         let unfinished = unreported && peer.life.unfinished.load(Ordering::SeqCst);
-        unfinished.then(|| (peer.failure().unwrap_or(Error::Closed), peer.name().to_string()))
+        unfinished.then(|| Unfinished {
+            how: peer.failure().unwrap_or(Error::Closed),
+            peer: peer.name().to_string(),
+            timeout: peer.life.close_timeout.get().copied(),
+        })
     }
 
     /// Finishes posted transfers while they make progress, then closes.
@@ -114,14 +120,14 @@ impl Link {
         self.peer.life.abandoned.store(true, Ordering::SeqCst);
         self.peer.life.closing.store(true, Ordering::SeqCst);
         if self.stage.awaited().is_some() {
-            self.close(now + limits::DRAIN_TIMEOUT);
+            self.close(now, limits::DRAIN_TIMEOUT);
         }
     }
 
     /// When the close ends at the latest; `None` if no close was requested.
     fn close_by(&mut self, now: Duration) -> Option<Duration> {
-        if let CloseLimit::By(by) = self.closing.limit {
-            return Some(by);
+        if let CloseLimit::By { at, .. } = self.closing.limit {
+            return Some(at);
         }
         if !self.peer.life.abandoned.load(Ordering::SeqCst) || self.stage.awaited().is_some() {
             return None;
@@ -170,7 +176,7 @@ impl Link {
         let done = self.quiet() && peer_finished;
         if done || now >= by {
             if !done {
-                self.peer.life.unfinished.store(true, Ordering::SeqCst);
+                self.note_unfinished();
             }
             let reason = if done { "closed" } else { "closed before all transfers had finished" };
             self.send_goodbye(GoodbyeCause::Closed, reason.into(), Error::Closed, true, now);
@@ -214,7 +220,7 @@ impl Link {
     fn farewell_by(&self, farewell: &Farewell) -> Option<Duration> {
         match self.closing.limit {
             _ if !farewell.resumes => None,
-            CloseLimit::By(by) => Some(by),
+            CloseLimit::By { at, .. } => Some(at),
             CloseLimit::Quiesce { since, .. } => Some(since + limits::DRAIN_TIMEOUT),
             CloseLimit::Unset => None,
         }
@@ -317,8 +323,18 @@ impl Link {
 
     /// Ends the session at once, because the timeout of the close has passed.
     pub fn abort(&mut self) {
-        self.peer.life.unfinished.store(true, Ordering::SeqCst);
+        self.note_unfinished();
         self.die(Error::Closed);
+    }
+
+    /// Notes that the session ends although transfers have not finished, because the timeout of the close is over.
+    fn note_unfinished(&self) {
+        let timeout = match self.closing.limit {
+            CloseLimit::By { timeout, .. } => timeout,
+            CloseLimit::Quiesce { .. } | CloseLimit::Unset => limits::DRAIN_TIMEOUT,
+        };
+        let _ = self.peer.life.close_timeout.set(timeout);
+        self.peer.life.unfinished.store(true, Ordering::SeqCst);
     }
 
     /// Ends the session: first the channels are closed, then everything that waits for the peer fails.
@@ -379,7 +395,7 @@ mod tests {
             running.with_control(|control| {
                 let now = control.now(running.context());
                 let link = control.links.get_mut(&peer.state().info.session).unwrap();
-                link.close(now + LIMIT);
+                link.close(now, LIMIT);
                 link.stage.advance(|awaited| Stage::Draining { awaited, peer_finished: true });
                 link.control_lost("cut by a test", false, now);
             });

@@ -123,6 +123,8 @@ pub(crate) struct Life {
     pub closing: AtomicBool,
     /// Whether the peer ended, or was closed at this end, before all operations had finished.
     pub unfinished: AtomicBool,
+    /// The timeout of the close that ended the peer before all transfers had finished.
+    pub close_timeout: OnceLock<Duration>,
     /// For tests: whether channels send everything before they end, without waiting for acknowledgements.
     #[cfg(test)]
     pub vanishes: AtomicBool,
