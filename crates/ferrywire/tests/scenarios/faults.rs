@@ -5,7 +5,7 @@ use crate::sim::is_gone;
 use crate::world::{Faulty, assert_same, contents, pattern};
 use ferrywire::limits;
 use ferrywire::{Block, BlockList, Encryption, Error, Peer, Region, Transfer, TransferError};
-use ferrywire_net::sim::{DialFault, Faults, ResetSeen, Side};
+use ferrywire_net::sim::{ConnInfo, DialFault, Faults, ResetSeen, Side};
 use std::time::Duration;
 
 fn ms(ms: u64) -> Duration {
@@ -213,6 +213,30 @@ pub fn the_only_channel_leaves_the_path_of_a_deleted_nic<W: Faulty>(world: &mut 
     let lost = near.stats().lost_channels.len();
     world.pass(3 * limits::REDIAL_INTERVAL_MAX);
     assert_eq!(near.stats().lost_channels.len(), lost, "the only channel stays where it is");
+}
+
+/// Regression: each loss began the round of paths anew, so that the third path was never tried.
+pub fn the_only_channel_leaves_a_path_that_it_comes_up_on_and_loses<W: Faulty>(world: &mut W) {
+    let ends = [0, 1].map(|_| world.add(3, |builder| builder.channels(1).chunk_bytes(8192)));
+    let (near, far) = world.connect(ends[0], ends[1]);
+    let write = long_write(world, &near);
+    let (net, control) = (world.net(), world.nic(0, 0));
+    let channel = net.connections().into_iter().find(|conn| conn.bulk).expect("the channel is up");
+    assert_ne!(channel.dialler.ip(), control);
+    net.delete(channel.dialler.ip());
+    let mut resets = 0;
+    let moved = world.until("the write to end", || {
+        let stats = near.stats();
+        if stats.channels[0].alive && stats.channels[0].local.ip() == control {
+            let of_channel = |conn: &ConnInfo| conn.dialler == stats.channels[0].local;
+            let doomed = net.connections().into_iter().find(of_channel)?;
+            net.reset(doomed.id, Side::Dialler, ResetSeen::AtOnce);
+            resets += 1;
+        }
+        write.0.poll()
+    });
+    assert_eq!((moved, resets > 0), (Ok(1 << 20), true));
+    finish_long_write(world, write, &far);
 }
 
 /// Regression: the peer stayed connected without a channel, because each of its paths had lost a NIC at one end.

@@ -9,7 +9,6 @@
 //! Read next: `../../core/queue.rs` (`resend`).
 
 use super::channels::{ChannelState, OwnFence, PeerFence};
-use super::role::Detours;
 use super::{Link, Role};
 use crate::core::channel::{Remains, delivered};
 use crate::core::worker::{Command, Loss};
@@ -26,6 +25,7 @@ impl Link {
         let dying = self.dying();
         let record = &mut self.channels[index];
         record.close_generation(generation);
+        let lasted = now.saturating_sub(record.up_since);
         let state = record.take();
         debug_assert!(state.is_up(), "a channel was lost that no worker had");
         if dying {
@@ -38,7 +38,7 @@ impl Link {
             return;
         }
         if let Role::Connector(connector) = &mut self.role {
-            connector.detours = Detours::new(now);
+            connector.detours.channel_lost(lasted, now);
         }
         let path = self.path_of(index);
         // Each end adds the state of its lane, so that the errors of both ends contain both states.

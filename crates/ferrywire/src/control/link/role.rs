@@ -33,13 +33,20 @@ pub(super) struct Connector {
 pub(super) struct Detours {
     /// No detour is taken before this time: a channel that was lost may come up again over its own path.
     pub begin_at: Duration,
-    /// Number of detours taken since then.
+    /// Number of detours taken since a channel was last lost that had lasted.
     taken: usize,
 }
 
 impl Detours {
     pub fn new(now: Duration) -> Detours {
         Detours { begin_at: now + limits::DIAL_TIMEOUT, taken: 0 }
+    }
+
+    /// Handles the loss of a channel that was up for `lasted`. After a short time the next detour takes the next path: the
+    /// last one may accept connections that carry no data.
+    pub fn channel_lost(&mut self, lasted: Duration, now: Duration) {
+        let taken = if lasted < limits::REDIAL_INTERVAL_MAX { self.taken } else { 0 };
+        *self = Detours { taken, ..Detours::new(now) };
     }
 }
 
