@@ -179,6 +179,9 @@ impl Endpoint {
     /// `(old, Some(new))`, `(new, Some(old))`, `(new, None)`. An endpoint that starts meanwhile is built with both:
     /// [`Builder::also_accepted_secret`].
     ///
+    /// A lost control connection is replaced by a new one. A peer that connected with [`ConnectTarget::secret`] proves that
+    /// secret again: accept the old one for as long as such peers are open.
+    ///
     /// # Errors
     /// [`Error::Invalid`] for a secret that is too short.
     pub fn set_secret(&self, secret: impl Into<Vec<u8>>, also_accepted: Option<Vec<u8>>) -> Result<()> {

@@ -53,6 +53,9 @@ impl ConnectTarget {
     }
 
     /// Sets the secret of the remote endpoint, if it differs from this endpoint's.
+    ///
+    /// The peer proves this secret as long as it is connected, also where a lost control connection is replaced. If the
+    /// remote endpoint no longer accepts it, the peer is lost with its control connection.
     pub fn secret(mut self, secret: impl Into<Vec<u8>>) -> ConnectTarget {
         self.secret = Some(Secret::new(secret));
         self
