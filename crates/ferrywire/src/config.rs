@@ -2,6 +2,7 @@
 
 use crate::error::{Error, Result};
 use ferrywire_net::{ConnOptions, Nic};
+use ferrywire_proto::handshake::check_label;
 use ferrywire_proto::limits;
 use ferrywire_proto::protection::{Encryption, ProtectionWish};
 use std::net::SocketAddr;
@@ -174,6 +175,8 @@ impl Config {
         within("window", self.window, 1, limits::WINDOW_FRAMES_MAX)?;
         // The kernel takes half of an i32, and doubles it.
         within("socket buffer bytes", self.socket_buffer_bytes.unwrap_or(1), 1, i32::MAX as usize / 2)?;
+        // An endpoint that cannot send its label refuses every peer.
+        check_label(&self.label).map_err(|why| Error::invalid("label", why))?;
         if self.peer_timeout < 2 * limits::CONTROL_SUSPECT_AFTER {
             let least = 2 * limits::CONTROL_SUSPECT_AFTER;
             return Err(Error::invalid("peer timeout", format!("must be at least {least:?}")));

@@ -65,6 +65,17 @@ pub struct Hello {
     pub peer_timeout_ms: u32,
 }
 
+/// Checks that a label can be sent.
+///
+/// # Errors
+/// What it must be.
+pub fn check_label(label: &str) -> Result<(), String> {
+    if label.len() <= LABEL_BYTES_MAX && label.chars().all(printable) {
+        return Ok(());
+    }
+    Err(format!("must be printable and at most {LABEL_BYTES_MAX} bytes long"))
+}
+
 impl Hello {
     /// Whether both endpoints share a host; `None` where a boot id is unknown.
     pub fn shares_host(&self, other: &Hello) -> Option<bool> {
@@ -75,8 +86,8 @@ impl Hello {
     /// Returns an error for a hello that cannot be encoded.
     pub(super) fn check(&self) -> Result<(), HandshakeError> {
         let unusable = |what, why: String| Err(HandshakeError::Unusable { what, why });
-        if self.label.len() > LABEL_BYTES_MAX || !self.label.chars().all(printable) {
-            return unusable("label", format!("must be printable and at most {LABEL_BYTES_MAX} bytes long"));
+        if let Err(why) = check_label(&self.label) {
+            return unusable("label", why);
         }
         if self.addresses.len() > ADDRESSES_MAX {
             return unusable(

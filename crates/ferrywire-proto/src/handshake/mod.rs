@@ -40,7 +40,7 @@ pub mod testing;
 #[cfg(test)]
 pub(crate) mod tests;
 
-pub use codec::{Config, EXTRA_BYTES_MAX, Hello, ListenAddress, Reader, WITHOUT, put_address};
+pub use codec::{Config, EXTRA_BYTES_MAX, Hello, ListenAddress, Reader, WITHOUT, check_label, put_address};
 pub use error::{HandshakeError, Mismatch, Refusal, RefusalCode, clean, clip};
 pub use initiator::{Initiator, Purpose};
 pub use responder::{Admission, KnownSession, Responder};

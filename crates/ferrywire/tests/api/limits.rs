@@ -2,7 +2,7 @@
 
 use crate::{LIMIT, pair};
 use ferrywire::net::sim::{DialFault, SimNet};
-use ferrywire::{Block, BlockList, ConnectError, Endpoint, ErrorKind, TransferError, limits};
+use ferrywire::{Block, BlockList, ConnectError, Endpoint, Error, ErrorKind, TransferError, limits};
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
@@ -50,6 +50,17 @@ fn progress_does_not_extend_the_total() {
     assert!(matches!(outcome, Err(TransferError::TimedOut { .. })), "{outcome:?}");
     write.cancel();
     assert_eq!(write.wait(LIMIT), Err(TransferError::Cancelled));
+}
+
+/// Regression: the endpoint was built, and refused every peer as busy, since it could not send its label.
+#[test]
+fn a_label_that_cannot_be_sent_is_refused_at_once() {
+    for label in ["x".repeat(65), "host-1\n".into()] {
+        let built = Endpoint::builder().label(label.clone()).build();
+        let why = built.map(drop).unwrap_err();
+        assert!(matches!(&why, Error::Invalid { what, .. } if what == "label"), "{label:?}: {why}");
+    }
+    Endpoint::builder().label("ü".repeat(32)).build().unwrap();
 }
 
 #[test]
