@@ -37,6 +37,7 @@ pub unsafe extern "C" fn ferrywire_endpoint_open(
         ferrywire::metrics::set_face("c");
         let builder =
             if options.is_null() { ferrywire::Endpoint::builder() } else { handles::get(options)?.builder() };
+        builder.check_nics()?;
         out.put(handles::new(Endpoint(builder.build()?))?);
         Ok(FERRYWIRE_OK)
     })

@@ -440,6 +440,8 @@ fn listen(name: &str, settings: &Settings, secret: &[u8]) -> Result<Endpoint, St
         let mut builder = builder.encryption(settings.encryption);
         if !settings.nics.is_empty() {
             builder = builder.nics(settings.nics.iter().cloned());
+            // Remote agents are given the addresses once, so a NIC that appears later is of no use.
+            builder.check_nics().map_err(|error| error.to_string())?;
         }
         if let Some(threads) = settings.threads {
             builder = builder.threads(threads);

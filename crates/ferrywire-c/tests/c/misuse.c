@@ -29,6 +29,8 @@ static void nulls(struct pair pair) {
     ferrywire_endpoint *endpoint = (ferrywire_endpoint *)&endpoint;
     USAGE(ferrywire_endpoint_open(options, &endpoint), "secret: must be at least");
     CHECK(endpoint == NULL);
+    OK(ferrywire_options_nic(options, "nope"));
+    USAGE(ferrywire_endpoint_open(options, &endpoint), "nope");
     USAGE(ferrywire_endpoint_open(options, NULL), "NULL");
     OK(ferrywire_options_free(options));
     USAGE(ferrywire_endpoint_open(options, &endpoint), "is not a ferrywire_options, or was freed");

@@ -418,7 +418,8 @@ void misuse_gives_errors() {
 
 void parameters_are_tolerated_or_named() {
     Agent tolerant("a", {{"num_threads", "8"}, {"ucx_error_handling_mode", "peer"}, {"port", ""}, {"nics", ""}});
-    for (const Parameters &bad : {Parameters{{"port", "many"}}, Parameters{{"nics", "no such nic"}}}) {
+    for (const Parameters &bad :
+         {Parameters{{"port", "many"}}, Parameters{{"nics", "no such nic"}}, Parameters{{"nics", "lo,nope"}}}) {
         auto custom = bad;
         InitParameters parameters{};
         parameters.local_agent = "b";
