@@ -296,11 +296,11 @@ impl Agent {
         status
     }
 
-    pub fn check(&self, transfer: &Transfer) -> Status {
+    pub fn check(&self, transfer: &Arc<Transfer>) -> Status {
         if let Err(forked) = self.check_process() {
             return forked;
         }
-        let one = std::ptr::from_ref(transfer).addr();
+        let one = Arc::as_ptr(transfer).addr();
         let alone = ASKED.swap(one, Ordering::Relaxed) == one;
         transfer.check(&self.context(), alone)
     }
@@ -333,7 +333,9 @@ impl Agent {
         let shared = &self.shared;
         match shared.remote(peer) {
             None => Status::NOT_FOUND,
-            Some(remote) => remote.notify(&shared.sender, message, shared.connect_timeout, &shared.wakeup),
+            Some(remote) => {
+                remote.notify(&shared.sender, message, None, shared.connect_timeout, &shared.wakeup)
+            }
         }
     }
 

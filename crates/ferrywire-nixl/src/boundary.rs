@@ -4,6 +4,7 @@
 //! Read next: `agent.rs`.
 
 use std::ffi::{c_char, c_void};
+use std::mem::ManuallyDrop;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
@@ -373,8 +374,12 @@ unsafe extern "C" fn post(
 }
 
 unsafe extern "C" fn check(pointer: *const c_void, transfer: *const Transfer) -> Status {
-    // SAFETY: the agent is live, and the shim holds a reference to the transfer.
-    status(|| unsafe { agent(pointer).check(&*transfer) })
+    status(|| {
+        // SAFETY: the shim holds a reference to the transfer, which this one does not drop.
+        let transfer = ManuallyDrop::new(unsafe { Arc::from_raw(transfer) });
+        // SAFETY: the pointer is that of a live agent.
+        unsafe { agent(pointer) }.check(&transfer)
+    })
 }
 
 unsafe extern "C" fn release(transfer: *const Transfer) {

@@ -68,7 +68,8 @@ enum Link {
 
 enum Waiting {
     Post(Weak<Transfer>, u64),
-    Notify(Vec<Vec<u8>>),
+    /// A notification, and the transfer with the number of its post that ends with it.
+    Notify(Vec<Vec<u8>>, Option<(Weak<Transfer>, u64)>),
 }
 
 /// The connection to a remote agent, or how an operation waits for it.
@@ -145,8 +146,16 @@ impl Remote {
         }
     }
 
-    /// Sends a notification after everything that was posted before it.
-    pub fn notify(&self, sender: &[u8], message: &[u8], timeout: Duration, wakeup: &Wakeup) -> Status {
+    /// Sends a notification after everything that was posted before it. Where it has to wait for a connection, a transfer `of`
+    /// which it is is in progress until then.
+    pub fn notify(
+        &self,
+        sender: &[u8],
+        message: &[u8],
+        of: Option<(&Arc<Transfer>, u64)>,
+        timeout: Duration,
+        wakeup: &Wakeup,
+    ) -> Status {
         let mut state = self.lock();
         if state.removed {
             return Status::REMOTE_DISCONNECT;
@@ -167,8 +176,10 @@ impl Remote {
             }
             None => {
                 state.waiting_bytes += bytes_of(&parts);
-                state.waiting.push_back(Waiting::Notify(parts));
-                Status::SUCCESS
+                let of = of.map(|(transfer, post)| (Arc::downgrade(transfer), post));
+                let status = if of.is_some() { Status::IN_PROGRESS } else { Status::SUCCESS };
+                state.waiting.push_back(Waiting::Notify(parts, of));
+                status
             }
         }
     }
@@ -191,7 +202,10 @@ impl Remote {
                         Waiting::Post(transfer, post) => {
                             transfer.upgrade().into_iter().for_each(|transfer| transfer.start(&peer, post));
                         }
-                        Waiting::Notify(parts) => drop(state.send(&self.name, &peer, &parts)),
+                        Waiting::Notify(parts, of) => {
+                            let status = state.send(&self.name, &peer, &parts);
+                            end(of, status);
+                        }
                     }
                 }
             }
@@ -243,7 +257,7 @@ impl Remote {
 
     /// Whether notifications wait for a connection to the remote agent.
     pub fn has_waiting_notifications(&self) -> bool {
-        self.lock().waiting.iter().any(|waiting| matches!(waiting, Waiting::Notify(_)))
+        self.lock().waiting.iter().any(|waiting| matches!(waiting, Waiting::Notify(..)))
     }
 
     /// Logs notifications that were sent and not delivered.
@@ -310,10 +324,13 @@ impl State {
         let waiting = std::mem::take(&mut self.waiting);
         self.waiting_bytes = 0;
         let count = waiting.len();
-        let notifications = waiting.iter().filter(|waiting| matches!(waiting, Waiting::Notify(_))).count();
+        let notifications = waiting.iter().filter(|waiting| matches!(waiting, Waiting::Notify(..))).count();
         for waiting in waiting {
-            if let Waiting::Post(transfer, post) = waiting {
-                transfer.upgrade().into_iter().for_each(|transfer| transfer.fail_waiting(post));
+            match waiting {
+                Waiting::Post(transfer, post) => {
+                    transfer.upgrade().into_iter().for_each(|transfer| transfer.fail_waiting(post));
+                }
+                Waiting::Notify(_, of) => end(of, Status::REMOTE_DISCONNECT),
             }
         }
         if !self.removed {
@@ -325,6 +342,15 @@ impl State {
                 "notifications were not sent: there was no connection yet when the remote agent was removed"
             );
         }
+    }
+}
+
+/// Ends the transfer whose notification has been sent, or never will be.
+fn end(of: Option<(Weak<Transfer>, u64)>, status: Status) {
+    if let Some((transfer, post)) = of
+        && let Some(transfer) = transfer.upgrade()
+    {
+        transfer.notified(post, status);
     }
 }
 

@@ -142,7 +142,7 @@ enum Step {
         transfer: ferrywire::Transfer,
         notification: Option<Vec<u8>>,
     },
-    /// The bytes have arrived; the next status call sends the notification.
+    /// The bytes have arrived, and a status call sends the notification, or it waits for a connection.
     Notifying,
     Ended(Status),
 }
@@ -273,6 +273,14 @@ impl Transfer {
         };
     }
 
+    /// Ends a post whose bytes have arrived, and whose notification waited for a connection.
+    pub fn notified(&self, post: u64, status: Status) {
+        let mut phase = self.phase();
+        if phase.post == post && matches!(phase.step, Step::Notifying) {
+            phase.step = Step::Ended(status);
+        }
+    }
+
     /// Fails the post that waited for a connection, because there is none.
     pub fn fail_waiting(&self, post: u64) {
         let mut phase = self.phase();
@@ -283,7 +291,7 @@ impl Transfer {
 
     /// The status of the transfer. Sends the notification once the bytes have arrived. `alone` says that the
     /// process's last status call was for this transfer.
-    pub fn check(&self, context: &Context<'_>, alone: bool) -> Status {
+    pub fn check(self: &Arc<Transfer>, context: &Context<'_>, alone: bool) -> Status {
         let mut phase = self.phase();
         let Step::Moving { transfer, .. } = &phase.step else {
             return match phase.step {
@@ -314,9 +322,14 @@ impl Transfer {
             (Ok(_), None) => Status::SUCCESS,
             (Ok(_), Some(message)) => {
                 phase.step = Step::Notifying;
+                let of = Some((self, phase.post));
                 // The lock is released first, because the remote's lock has to be taken before it.
                 drop(phase);
-                let status = remote.notify(&self.sender, &message, context.connect_timeout, context.wakeup);
+                let status =
+                    remote.notify(&self.sender, &message, of, context.connect_timeout, context.wakeup);
+                if status == Status::IN_PROGRESS {
+                    return status;
+                }
                 phase = self.phase();
                 status
             }

@@ -138,6 +138,11 @@ fn a_forked_child_waits_for_no_lock_of_its_parent() {
 }
 
 #[test]
+fn a_read_whose_notification_cannot_be_sent_has_failed() {
+    run(&["unnotified"]);
+}
+
+#[test]
 fn a_dead_peer_is_an_error_on_every_handle() {
     run(&["dead"]);
 }

@@ -548,6 +548,28 @@ void a_dead_peer_is_an_error_on_every_handle() {
     handles.clear();
 }
 
+// Regression: the handle was done, and the notification waited for a connection that never came.
+void a_read_whose_notification_cannot_be_sent_has_failed() {
+    Agent near("near");
+    auto &here = near.add(1 << 20);
+    auto far = std::make_unique<Agent>("far");
+    auto &there = far->add(1 << 20);
+    fill(there.bytes, 3);
+    const auto sent = there.bytes;
+    near.load(*far);
+    Handle read(near, Operation::read, "far"), after(near, Operation::read, "far");
+    for (auto *handle : {&read, &after}) {
+        handle->add(here, 0, there, 0, 1 << 20);
+        CHECK(handle->prepare() == success);
+    }
+    CHECK(read.post("seen") == in_progress);
+    wait_until([&] { return here.bytes == sent; }, "the bytes");
+    far.reset();
+    // The near agent knows then that the connection is lost.
+    CHECK(after.finish(after.post()) == remote_disconnect);
+    CHECK(read.finish(in_progress) == remote_disconnect);
+}
+
 void any_name_of_an_agent_will_do() {
     std::string far_east;
     for (int index = 0; index < 60; ++index) {
@@ -684,6 +706,7 @@ int main(int count, char **arguments) {
         {"forked", a_forked_child_gets_errors},
         {"locks", a_forked_child_waits_for_no_lock_of_its_parent},
         {"dead", a_dead_peer_is_an_error_on_every_handle},
+        {"unnotified", a_read_whose_notification_cannot_be_sent_has_failed},
         {"unlogged",
          [] {
              CHECK(dup2(open("/dev/full", O_WRONLY), 2) == 2);
