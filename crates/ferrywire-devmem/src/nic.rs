@@ -15,6 +15,7 @@
 //! Read next: `nic/journal.rs`, then `nic/settings.rs`.
 
 mod cleanup;
+mod directories;
 mod error;
 mod journal;
 mod kernel;
@@ -102,7 +103,7 @@ impl Claim {
     /// # Errors
     /// The NIC does not support devmem TCP, has too few free queues, or needs settings that must not be changed.
     pub fn new(nic: &str, wish: &Wish) -> Result<Claim, NicError> {
-        Claim::in_directory(&journal::directory(), nic, wish)
+        Claim::in_directory(&directories::writable(), nic, wish)
     }
 
     /// Like [`Claim::new`], with the journal in another directory. All processes that share a NIC must use one

@@ -92,6 +92,23 @@ fn a_clean_up_that_fails_is_a_failure() {
     }
 }
 
+/// Regression: the records in the folder that cannot be entered counted as none, and the exit status was 0.
+#[test]
+fn a_clean_up_without_the_right_to_read_root_s_records_is_a_failure() {
+    // Without these capabilities even root cannot enter a folder of mode 0.
+    let limited = r#"mkdir /run/own && export XDG_RUNTIME_DIR=/run/own && chmod 0 /run/ferrywire && cd / || exit 77
+        drop=-dac_override,-dac_read_search
+        setpriv --bounding-set $drop true || exit 77
+        exec setpriv --bounding-set $drop "$0" topo --clean-up"#;
+    let Some(failed) = clean_up_after(limited, "") else {
+        return println!("SKIPPED: needs unshare, setpriv and a file system of its own");
+    };
+    let said = text(&failed.stderr);
+    assert_eq!(failed.status.code(), Some(1), "{said}");
+    assert!(said.contains("in /run/ferrywire/devmem: ") && said.contains(": run as root"), "{said}");
+    assert!(!said.contains("no run has left anything"), "{said}");
+}
+
 #[test]
 fn a_small_vm_as_people_read_it() {
     let output = topo(&Tree::named("small-vm"), "");

@@ -5,8 +5,9 @@
 //! Read next: `../nic.rs`, for claims.
 
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
+use super::directories;
 use super::error::{NicError, queues_in_words};
 use super::journal::{self, Journal};
 use super::kernel::Host;
@@ -32,22 +33,41 @@ impl CleanUp {
     }
 }
 
-/// Undoes the changes that dead processes have left in this network namespace.
+/// Undoes the changes that dead processes have left in this network namespace. Changes that only another user may undo
+/// are reported and count as left.
 /// For a process that starts, or a diagnosis: every claim does the same for its own NIC.
 pub fn clean_up() -> CleanUp {
-    clean_up_in(&journal::directory())
+    clean_up_all(&directories::all())
 }
 
 /// Like [`clean_up`], for journals in another directory.
 pub fn clean_up_in(directory: &Path) -> CleanUp {
+    clean_up_all(&[directory.to_owned()])
+}
+
+pub(super) fn clean_up_all(directories: &[PathBuf]) -> CleanUp {
     let mut done = CleanUp::default();
-    let nics = journal::nics(directory).unwrap_or_else(|error| {
-        let fix = if error.kind() == io::ErrorKind::PermissionDenied { ": run as root" } else { "" };
-        let directory = directory.display();
-        done.fail(format!("cannot read the records of earlier runs in {directory}: {error}{fix}"));
-        Vec::new()
-    });
-    for nic in nics {
+    for directory in directories {
+        let cleaned = match directories::other_owner(directory) {
+            Ok(Some(user)) => report_left(directory, user, &mut done),
+            // Reading a folder that cannot be entered fails below, with the reason.
+            Ok(None) | Err(_) => clean_directory(directory, &mut done),
+        };
+        if let Err(error) = cleaned {
+            done.fail(not_read(directory, &error));
+        }
+    }
+    done.reported.iter().for_each(|line| tracing::warn!("{line}"));
+    done
+}
+
+pub(super) fn not_read(directory: &Path, error: &io::Error) -> String {
+    let fix = if error.kind() == io::ErrorKind::PermissionDenied { ": run as root" } else { "" };
+    format!("cannot read the records of earlier runs in {}: {error}{fix}", directory.display())
+}
+
+fn clean_directory(directory: &Path, done: &mut CleanUp) -> io::Result<()> {
+    for nic in journal::nics(directory)? {
         if nics::index(&nic).is_none() {
             done.reported.extend(
                 journal::forget(directory, &nic)
@@ -63,8 +83,21 @@ pub fn clean_up_in(directory: &Path) -> CleanUp {
             Err(error) => done.fail(format!("NIC {nic}: cannot undo the changes of earlier runs: {error}")),
         }
     }
-    done.reported.iter().for_each(|line| tracing::warn!("{line}"));
-    done
+    Ok(())
+}
+
+/// Reports what dead processes of another user have left, without changing anything: see the invariant of
+/// `directories.rs`.
+pub(super) fn report_left(directory: &Path, user: u32, done: &mut CleanUp) -> io::Result<()> {
+    for nic in journal::nics(directory)? {
+        if nics::index(&nic).is_some() && journal::is_left(directory, &nic)? {
+            done.fail(format!(
+                "NIC {nic}: a run of user {user} has left changes, recorded in {}: run ferrywire topo --clean-up as that user",
+                directory.display()
+            ));
+        }
+    }
+    Ok(())
 }
 
 fn clean_nic(directory: &Path, nic: &str) -> Result<Cleaned, String> {

@@ -14,16 +14,17 @@
 //! own file.
 //! Read next: `record.rs`, the contents of the files, and `cleanup.rs`, their reader.
 
-use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
+use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io;
 use std::os::fd::AsFd;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use super::directories::make;
 use super::error::NicError;
 use super::record::{self, Claimed, Header, Settings};
 use ferrywire_proto::limits;
@@ -44,26 +45,6 @@ const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
 /// Number of claims that this process has made, which distinguishes them.
 static CLAIMS: AtomicU64 = AtomicU64::new(0);
-
-/// The directory of journals: the first candidate that is writable.
-pub(super) fn directory() -> PathBuf {
-    let system = PathBuf::from("/run/ferrywire/devmem");
-    let own = std::env::var_os("XDG_RUNTIME_DIR").map(|run| Path::new(&run).join("ferrywire/devmem"));
-    match own {
-        Some(own) if make(&system).is_err() => own,
-        _ => system,
-    }
-}
-
-fn make(folder: &Path) -> io::Result<()> {
-    DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
-    // A directory of another user is not trusted, writable or not.
-    if fs::metadata(folder)?.uid() == rustix::process::geteuid().as_raw() {
-        Ok(())
-    } else {
-        Err(io::Error::new(io::ErrorKind::PermissionDenied, "the folder belongs to another user"))
-    }
-}
 
 /// The network namespace of this thread, as the inode number of its file.
 pub(super) fn namespace() -> io::Result<u64> {
@@ -100,6 +81,36 @@ pub(super) fn forget(directory: &Path, nic: &str) -> bool {
     let folder = directory.join(format!("{namespace}-{nic}"));
     let noted = fs::read_dir(&folder).is_ok_and(|files| files.flatten().any(|file| file.file_name() != LOCK));
     noted && fs::remove_dir_all(&folder).is_ok()
+}
+
+/// Whether the journal of a NIC records changes that no live process needs. Only reads, so it also serves for journals
+/// of other users.
+pub(super) fn is_left(directory: &Path, nic: &str) -> io::Result<bool> {
+    let folder = directory.join(format!("{}-{nic}", namespace()?));
+    let (mut settings, mut live) = (false, false);
+    for file in fs::read_dir(&folder)? {
+        let Ok(name) = file?.file_name().into_string() else { continue };
+        settings |= name == SETTINGS;
+        if name.starts_with(CLAIM_PREFIX) && name.ends_with(LOCK_SUFFIX) {
+            if !is_locked(&folder.join(name))? {
+                return Ok(true);
+            }
+            live = true;
+        }
+    }
+    Ok(settings && !live)
+}
+
+/// Whether a process holds the lock of a file. The file may be another user's: a link is not followed, and a pipe does
+/// not block.
+fn is_locked(path: &Path) -> io::Result<bool> {
+    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+    let file = OpenOptions::new().read(true).custom_flags(flags).open(path)?;
+    match file.try_lock_shared() {
+        Ok(()) => file.unlock().map(|()| false),
+        Err(TryLockError::WouldBlock) => Ok(true),
+        Err(TryLockError::Error(error)) => Err(error),
+    }
 }
 
 /// The journal of one NIC.

@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::*;
 use crate::sys::ethtool::{Feature, Rings, Split};
+use cleanup::clean_up_all;
 use fake::{Nic, State};
 
 const PAIR: [&str; 2] = ["10.0.0.1:7420", "10.0.0.2:40000"];
@@ -465,6 +466,61 @@ fn the_record_of_a_removed_nic_is_reported_once() {
     assert!(reported.join("\n").contains("gone0 is gone") && !failed, "{reported:?}");
     assert_eq!(clean_up_in(journal.path()), CleanUp::default());
     assert!(!folder.exists());
+}
+
+/// Regression: only one directory was searched, so a user's clean-up missed root's records and reported success.
+#[test]
+fn a_clean_up_searches_every_directory_and_fails_if_one_cannot_be_read() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let [closed, open] = ["closed", "open"].map(|name| folder.path().join(name));
+    // A file in place of the folder: root can enter every folder.
+    std::fs::write(&closed, "").expect("a file");
+    let of_nic = open.join(format!("{}-gone0", journal::namespace().expect("a namespace")));
+    std::fs::create_dir_all(&of_nic).expect("a folder");
+    std::fs::write(of_nic.join("settings"), "whatever").expect("a file");
+    let CleanUp { reported, failed } = clean_up_all(&[closed.clone(), open]);
+    assert!(failed, "{reported:?}");
+    assert!(reported[0].contains(&format!("earlier runs in {}", closed.display())), "{reported:?}");
+    assert!(reported[1].contains("gone0 is gone"), "{reported:?}");
+    let refused = cleanup::not_read(&closed, &std::io::Error::from_raw_os_error(libc::EACCES));
+    assert!(refused.ends_with(": run as root"), "{refused}");
+}
+
+#[test]
+fn root_searches_the_directories_of_all_users() {
+    let users = tempfile::tempdir().expect("a folder");
+    for user in ["1000", "7"] {
+        std::fs::create_dir(users.path().join(user)).expect("a folder");
+    }
+    let found = |environment: Option<&str>, user| {
+        let environment = environment.map(|runtime| users.path().join(runtime).join("ferrywire/devmem"));
+        let all = directories::candidates(environment, users.path(), user);
+        let names = all.iter().map(|path| path.strip_prefix(users.path()).unwrap_or(path).display());
+        names.map(|name| name.to_string().replace("/ferrywire/devmem", "")).collect::<Vec<_>>()
+    };
+    assert_eq!(found(None, 0), ["/run", "1000", "7"]);
+    assert_eq!(found(Some("7"), 0), ["/run", "7", "1000"], "each once");
+    assert_eq!(found(Some("other"), 7), ["/run", "other", "7"], "a user's own, and root's");
+}
+
+#[test]
+fn changes_recorded_by_another_user_are_reported_and_left() {
+    const USER: u32 = 1234;
+    let nic = Nic::new(untouched());
+    let report = || {
+        let mut done = CleanUp::default();
+        cleanup::report_left(nic.directory(), USER, &mut done).expect("it can be read");
+        done
+    };
+    let claim = nic.claim(&wish(1, true)).expect("allowed");
+    assert_eq!(report(), CleanUp::default(), "the claim is live");
+    nic.kill(claim);
+    let (files, state) = (nic.files(), nic.state());
+    let CleanUp { reported, failed } = report();
+    assert!(failed && reported[0].contains("a run of user 1234 has left changes"), "{reported:?}");
+    assert_eq!((nic.files(), nic.state()), (files, state), "nothing is changed");
+    nic.clean();
+    assert_eq!(report(), CleanUp::default(), "a lock says nothing");
 }
 
 #[test]

@@ -215,6 +215,11 @@ impl Nic {
         *self.reported.lock().expect("no test failed")
     }
 
+    /// The directory of the NIC's journal.
+    pub fn directory(&self) -> &Path {
+        self.folder.path()
+    }
+
     fn journal_folder(&self) -> PathBuf {
         let mut folders = fs::read_dir(self.folder.path()).expect("a folder").flatten();
         folders.next().expect("a journal").path()
