@@ -29,6 +29,15 @@ pub enum NicError {
         /// How many queues there are, which programs use them, and what would help.
         why: String,
     },
+    /// Flow rules are off, and neither ferrywire nor an administrator can turn them on.
+    #[error(
+        "NIC {nic}: flow rules (ntuple) are off, and its driver cannot turn them on, so no connection can be steered to \
+         a claimed queue: use --transport tcp"
+    )]
+    NoFlowRules {
+        /// Name of the NIC without flow rules.
+        nic: String,
+    },
     /// Settings must be changed for devmem TCP, and changes are not allowed.
     #[error(
         "NIC {nic} is not set up for devmem TCP: {}. --allow-nic-setup changes this and restores it at the end; by \

@@ -21,6 +21,8 @@ pub struct Possible {
     pub receives: Option<bool>,
     /// Whether the NIC can send from device memory; `None` if that is unknown.
     pub sends: Option<bool>,
+    /// Whether flow rules can steer connections to a queue; `None` if that is unknown.
+    pub steers: Option<bool>,
     /// Number of the NIC's free receive queues, without queue 0.
     pub free_queues: usize,
     /// Settings of the NIC that must be changed, which `--allow-nic-setup` permits.
@@ -32,7 +34,7 @@ pub struct Possible {
 impl Possible {
     /// Whether a claim on a queue of the NIC would succeed, as far as is known.
     pub fn is_possible(&self) -> bool {
-        self.receives == Some(true) && self.free_queues > 0
+        self.receives == Some(true) && self.steers != Some(false) && self.free_queues > 0
     }
 }
 
@@ -97,7 +99,7 @@ fn answer(errno: i32) -> Option<bool> {
     }
 }
 
-fn ask_settings(nic: &str, kernel: &mut dyn Kernel, found: &mut Possible) {
+pub(super) fn ask_settings(nic: &str, kernel: &mut dyn Kernel, found: &mut Possible) {
     match kernel.queues() {
         Ok(queues) => {
             let free = queues.iter().filter(|(queue, state)| *queue != 0 && state.is_free());
@@ -126,13 +128,11 @@ fn ask_settings(nic: &str, kernel: &mut dyn Kernel, found: &mut Possible) {
         };
         found.missing.extend(is.map(|is| Missing::Split { is }.to_string()));
     }
-    match kernel.ntuple() {
-        Ok(feature) if !feature.on && !feature.changeable => {
-            found
-                .unsupported_reason
-                .push(format!("NIC {nic}: flow rules (ntuple) are off, and its driver cannot turn them on"));
-        }
-        Ok(feature) if !feature.on => found.missing.push(Missing::Ntuple.to_string()),
-        _ => {}
+    let Ok(ntuple) = kernel.ntuple() else { return };
+    found.steers = Some(ntuple.can_be_on());
+    if !ntuple.can_be_on() {
+        found.unsupported_reason.push(NicError::NoFlowRules { nic: nic.to_owned() }.to_string());
+    } else if !ntuple.on {
+        found.missing.push(Missing::Ntuple.to_string());
     }
 }

@@ -13,7 +13,7 @@ use super::error::{Missing, NicError, ntuple_command, split_command};
 use super::journal::Locked;
 use super::kernel::Kernel;
 use super::record::{Settings, Spread};
-use crate::sys::ethtool::{Rings, Split};
+use crate::sys::ethtool::{Feature, Rings, Split};
 use crate::sys::flow::Flow;
 use crate::sys::netdev::QueueState;
 use crate::sys::netlink::NetlinkError;
@@ -39,12 +39,19 @@ pub(super) struct Bench<'a, 'j> {
 
 impl Bench<'_, '_> {
     /// The settings that must be changed for claims of these queues, as far as the kernel reports them.
+    ///
+    /// # Errors
+    /// A setting cannot be read, or flow rules are off and cannot be turned on.
     pub fn missing(&mut self, queues: &[u32]) -> Result<Vec<Missing>, NicError> {
         let mut missing = Vec::new();
         if let Some(is) = split_is(self.rings()?) {
             missing.push(Missing::Split { is });
         }
-        if !self.ntuple()? {
+        let ntuple = self.ntuple()?;
+        if !ntuple.can_be_on() {
+            return Err(NicError::NoFlowRules { nic: self.nic.to_owned() });
+        }
+        if !ntuple.on {
             missing.push(Missing::Ntuple);
         }
         let spread = self.spread()?;
@@ -96,7 +103,7 @@ impl Bench<'_, '_> {
         self.journal.write_settings(&settings)?;
         let set = self.kernel.set_ntuple(true);
         set.map_err(|error| self.refused("turn flow rules (ntuple) on", ntuple_command(self.nic), &error))?;
-        if self.ntuple()? { Ok(()) } else { Err(self.unheard("ntuple", "off", ntuple_command(self.nic))) }
+        if self.ntuple()?.on { Ok(()) } else { Err(self.unheard("ntuple", "off", ntuple_command(self.nic))) }
     }
 
     /// Keeps other flows off the claimed queues. Queues that are still bound, as those of a killed process may be, are
@@ -308,9 +315,9 @@ impl Bench<'_, '_> {
         }
     }
 
-    fn ntuple(&mut self) -> Result<bool, NicError> {
+    fn ntuple(&mut self) -> Result<Feature, NicError> {
         let feature = self.kernel.ntuple();
-        Ok(feature.map_err(|error| self.refused("read the features", String::new(), &error))?.on)
+        feature.map_err(|error| self.refused("read the features", String::new(), &error))
     }
 
     fn spread(&mut self) -> Result<Vec<u32>, NicError> {

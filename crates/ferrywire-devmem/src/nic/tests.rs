@@ -93,6 +93,29 @@ fn nothing_is_changed_without_permission() {
     assert_eq!((nic.state(), nic.changes()), (untouched(), 0));
 }
 
+/// Regression: the NIC counted as possible, and the error proposed a command that the driver cannot carry out.
+#[test]
+fn a_nic_whose_flow_rules_cannot_be_turned_on_is_not_possible() {
+    let rules = |on, changeable| State { ntuple: Feature { on, changeable }, ..set_up() };
+    let ask = |nic: &Nic| {
+        let mut found = Possible { receives: Some(true), ..Possible::default() };
+        possible::ask_settings(fake::NAME, &mut *nic.kernel(), &mut found);
+        found
+    };
+    for (on, changeable, steers) in [(true, false, true), (false, true, true), (false, false, false)] {
+        let found = ask(&Nic::new(rules(on, changeable)));
+        assert_eq!((found.is_possible(), found.steers), (steers, Some(steers)), "{found:?}");
+    }
+    let nic = Nic::new(rules(false, false));
+    for allowed in [true, false] {
+        let error = nic.claim(&wish(1, allowed)).expect_err("no rule can be added");
+        assert_eq!(ask(&nic).unsupported_reason, [error.to_string()]);
+        let text = error.to_string();
+        assert!(!text.contains("ethtool") && !text.contains("--allow-nic-setup"), "{text}");
+    }
+    assert_eq!((nic.state(), nic.changes()), (rules(false, false), 0));
+}
+
 #[test]
 fn settings_of_an_administrator_need_no_permission() {
     let nic = Nic::new(set_up());

@@ -69,6 +69,13 @@ pub struct Feature {
     pub changeable: bool,
 }
 
+impl Feature {
+    /// Whether the feature is on or can be turned on.
+    pub fn can_be_on(self) -> bool {
+        self.on || self.changeable
+    }
+}
+
 /// A netlink connection to the ethtool family.
 #[derive(Debug)]
 pub struct Ethtool {
