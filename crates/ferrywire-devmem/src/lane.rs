@@ -152,6 +152,10 @@ impl Lane for DevmemLane {
         self.receiving.scatters(memory)
     }
 
+    fn gathers_on(&self) -> Option<MemoryLocation> {
+        Some(self.device.pool().location()).filter(|location| *location != MemoryLocation::Host)
+    }
+
     fn gather(&mut self, number: u64, _run: &Run) -> Result<(), Ungathered> {
         self.receiving.gather(number).map_err(Ungathered::Failed)
     }

@@ -11,7 +11,7 @@
 
 use super::counters::DevmemCounters;
 use crate::error::Error;
-use ferrywire_memory::Memory;
+use ferrywire_memory::{Memory, MemoryLocation};
 use ferrywire_ncclnet::abi::HANDLE_BYTES;
 use ferrywire_net::Conn;
 use std::sync::Arc;
@@ -260,6 +260,11 @@ pub trait Lane: Send {
 
     /// Whether bytes received for this memory arrive elsewhere, in fragments, and must be gathered.
     fn scatters(&self, memory: &Memory) -> bool;
+
+    /// The GPU that gathers, if received bytes arrive in its memory.
+    fn gathers_on(&self) -> Option<MemoryLocation> {
+        None
+    }
 
     /// Starts to gather the fragments of the lane's receive `number`, which is done.
     ///

@@ -27,11 +27,10 @@ pub(crate) use dropped::Unreleased;
 pub(crate) use sender::{SendAcks, delivered};
 
 use crate::core::peer::{Landing, PeerState};
-use crate::core::posted::Posted;
+use crate::core::posted::{Posted, Touched};
 use crate::core::queue::Entry;
 use crate::core::stats::{ChannelCounters, NO_BACKLOG};
 use crate::core::trace::{Direction, Stage};
-use ferrywire_memory::MemoryLocation;
 use ferrywire_net::{Conn, IoVec};
 use ferrywire_proto::limits;
 use ferrywire_proto::session::FenceCause;
@@ -76,14 +75,6 @@ pub(crate) struct Remains {
     pub lane_fault: Option<FenceCause>,
     /// The closed lane and connection, while they may still read source memory.
     pub unreleased: Option<Unreleased>,
-}
-
-/// Work that may still write to memory that is being released.
-pub(crate) struct Touched {
-    /// The lane: it has a posted receive for the memory.
-    pub lane: bool,
-    /// A GPU with copies in flight.
-    pub gpu: Option<MemoryLocation>,
 }
 
 /// Buffers that a worker lends to the channel it polls.

@@ -26,7 +26,7 @@ use crate::core::queue::Entry;
 use crate::core::stats::LaneCounters;
 use crate::error::Error;
 use crate::payload::lane::{InFlight, Lane};
-use ferrywire_memory::Memory;
+use ferrywire_memory::{Memory, MemoryLocation};
 use ferrywire_proto::clock::Clock;
 use ferrywire_proto::limits;
 use ferrywire_proto::wire::{self, Header};
@@ -55,6 +55,15 @@ pub(crate) struct LanePass {
     pub stalled: bool,
     /// Frames whose header and payload have arrived, in order.
     pub arrived: Vec<Arrival>,
+}
+
+/// Work that may still write to memory that is being released.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Touched {
+    /// The lane: it has a posted receive for the memory.
+    pub lane: bool,
+    /// A GPU with copies in flight.
+    pub gpu: Option<MemoryLocation>,
 }
 
 /// A channel's lane, with the state of its messages.
@@ -212,9 +221,9 @@ impl Posted {
         self.receiving.waiting()
     }
 
-    /// Stops placing bytes into memory for which `gone` is true. Returns true while the lane may still write
-    /// there; poll until false.
-    pub fn abandon(&mut self, gone: &dyn Fn(&Landing) -> bool) -> bool {
+    /// Stops placing bytes into memory for which `gone` is true. Returns what may still write there; poll until
+    /// nothing does.
+    pub fn abandon(&mut self, gone: &dyn Fn(&Landing) -> bool) -> Touched {
         self.receiving.abandon(&*self.lane, gone)
     }
 

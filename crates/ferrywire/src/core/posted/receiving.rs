@@ -8,13 +8,13 @@
 //! a time. A finished receive counts until it is returned to the lane.
 
 use super::slots::{Slot, Slots};
-use super::{LanePass, seconds};
+use super::{LanePass, Touched, seconds};
 use crate::core::peer::Landing;
 use crate::core::trace::ChunkStart;
 use crate::error::Error;
 use crate::payload::lane::{InFlight, Lane, Post, Run, Step, Ticket, Ungathered, Way};
-use ferrywire_memory::Memory;
 use ferrywire_memory::cuda::CudaError;
+use ferrywire_memory::{Memory, MemoryLocation};
 use ferrywire_proto::limits;
 use ferrywire_proto::wire::{Header, Refusal};
 use std::collections::VecDeque;
@@ -353,13 +353,19 @@ impl Receiving {
         }
     }
 
-    /// Stops placing bytes into memory for which `gone` is true. Returns true while a request may still write
-    /// there.
-    pub fn abandon(&mut self, lane: &dyn Lane, gone: &dyn Fn(&Landing) -> bool) -> bool {
-        let mut touched = false;
+    /// Stops placing bytes into memory for which `gone` is true. Returns what may still write there.
+    pub fn abandon(&mut self, lane: &dyn Lane, gone: &dyn Fn(&Landing) -> bool) -> Touched {
+        let mut touched = Touched::default();
+        // Frames leave in order, so a frame also waits for the GPUs of the frames before it.
+        let mut waits_for = None;
         for frame in &mut self.frames {
-            if frame.arrival.landing.as_ref().is_some_and(gone) {
-                touched |= frame.abandon(lane);
+            let gpu = frame.gpu(lane).or(waits_for);
+            waits_for = waits_for.or(gpu);
+            if frame.arrival.landing.as_ref().is_some_and(gone) && frame.abandon(lane) {
+                match gpu.filter(|_| !matches!(frame.state, State::Posted(_))) {
+                    Some(gpu) => touched.gpu = touched.gpu.or(Some(gpu)),
+                    None => touched.lane = true,
+                }
             }
         }
         touched
@@ -437,6 +443,20 @@ impl Frame {
             State::Done(_) | State::Whole => Poll::Ready(Ok(())),
             _ => Poll::Pending,
         }
+    }
+
+    /// The GPU that gathers the frame's payload, or unpacks it from a slot.
+    fn gpu(&self, lane: &dyn Lane) -> Option<MemoryLocation> {
+        let (receive, gathers_on) = match &self.state {
+            State::Gathering(receive) => (receive, lane.gathers_on()),
+            State::Done(receive) if receive.slot.is_some() && self.arrival.refusal.is_none() => {
+                (receive, None)
+            }
+            _ => return None,
+        };
+        let runs = std::iter::once(&receive.run).chain(&self.arrival.target);
+        let mut locations = runs.map(|run| run.memory.location()).chain(gathers_on);
+        locations.find(|location| *location != MemoryLocation::Host)
     }
 
     /// Releases the frame's memory. Returns true while the lane or a copy may still write there.

@@ -2,7 +2,7 @@
 
 mod standstill;
 
-use super::{Arrival, LanePass, Posted};
+use super::{Arrival, LanePass, Posted, Touched};
 use crate::core::operation::{Hold, Op, Task, no_owner};
 use crate::core::peer::Landing;
 use crate::core::queue::{Entry, Pull, SendQueue};
@@ -10,7 +10,7 @@ use crate::core::staging::Sending;
 use crate::core::stats::LaneCounters;
 use crate::error::Error;
 use crate::payload::lane::{InFlight, Lane, Post, Run, Step, Ticket, Ungathered, Way, copy_on_host};
-use ferrywire_memory::Memory;
+use ferrywire_memory::{Gpu, Memory, MemoryLocation};
 use ferrywire_proto::limits;
 use ferrywire_proto::operation::{Piece, Pieces};
 use ferrywire_proto::window::Window;
@@ -23,6 +23,9 @@ use std::time::Duration;
 const WINDOW: usize = 16;
 const CHUNK: usize = 64 << 10;
 const STALL: Duration = Duration::from_secs(30);
+const NOTHING: Touched = Touched { lane: false, gpu: None };
+/// A simulated GPU that only tests here use.
+const ALONE: u32 = 12;
 
 /// The script of the fake lane, and its record of calls.
 #[derive(Default)]
@@ -45,6 +48,8 @@ struct Script {
     /// Results of packing and unpacking, in order; done when there are none.
     copies: VecDeque<Poll<Result<(), Error>>>,
     gathers: Vec<(u64, bool)>,
+    /// The GPU in whose memory received bytes lie until they are gathered.
+    pool: Option<MemoryLocation>,
     closed: Option<InFlight>,
     /// Whether the lane may be ready before the peer's end is.
     alone: bool,
@@ -134,6 +139,10 @@ impl Lane for Fake {
 
     fn scatters(&self, _memory: &Memory) -> bool {
         self.0.lock().unwrap().scatters
+    }
+
+    fn gathers_on(&self) -> Option<MemoryLocation> {
+        self.0.lock().unwrap().pool
     }
 
     fn gather(&mut self, number: u64, _run: &Run) -> Result<(), Ungathered> {
@@ -616,20 +625,68 @@ fn memory_that_is_taken_back_is_let_go_unless_it_may_be_written_to() {
     bench.expect(frame(16, &[(0, 10)], &mine));
     bench.poll().unwrap();
     let gone = |landing: &Landing| landing.is_in(&mine);
-    assert!(!bench.posted.abandon(&gone), "no receive for it is posted yet");
+    assert_eq!(bench.posted.abandon(&gone), NOTHING, "no receive for it is posted yet");
     bench.script(|script| script.receives.extend(vec![Step::Done; WINDOW]));
     bench.poll().unwrap();
     bench.script(|script| assert_eq!(script.received_into[16], (0, 10), "the message is discarded"));
 
     bench.expect(frame(17, &[(0, 10)], &mine));
     bench.poll().unwrap();
-    assert!(bench.posted.abandon(&gone), "a receive for the memory is posted");
+    let posted = Touched { lane: true, gpu: None };
+    assert_eq!(bench.posted.abandon(&gone), posted, "a receive for the memory is posted");
     bench.script(|script| script.receives.extend([Step::Done, Step::Done]));
     let pass = bench.poll().unwrap();
     let refusals: Vec<_> = pass.arrived.iter().map(|arrival| arrival.refusal).collect();
     assert_eq!(refusals, [Some(Refusal::NoRegion), Some(Refusal::NoRegion)]);
     drop(pass);
-    assert!(!bench.posted.abandon(&gone));
+    assert_eq!(bench.posted.abandon(&gone), NOTHING);
+}
+
+/// Regression: a gather counted as a posted receive, and `deregister` lost the channel of a GPU that was busy for
+/// more than a second.
+#[test]
+fn memory_that_is_taken_back_while_a_gather_is_pending_names_the_gpu() {
+    let gpu = MemoryLocation::SimGpu(ALONE);
+    let busy = Touched { lane: false, gpu: Some(gpu) };
+    let on_gpu = || Memory::private_on(&Gpu::open(gpu).unwrap(), CHUNK).unwrap();
+    let host = || Memory::private(CHUNK).unwrap();
+    // Gathered from any pool into GPU memory, and from a pool in GPU memory into host memory.
+    for (mine, pool) in [(on_gpu(), None), (host(), Some(gpu))] {
+        let mut bench = Bench::with(Script { scatters: true, pool, ..Script::default() });
+        bench.expect(frame(0, &[(0, 10)], &mine));
+        bench.poll().unwrap();
+        bench.script(|script| script.receives.push_back(Step::Done));
+        bench.poll().unwrap();
+        bench.script(|script| assert_eq!(script.gathers, [(0, false)]));
+        let gone = |landing: &Landing| landing.is_in(&mine);
+        assert_eq!(bench.posted.abandon(&gone), busy);
+        bench.script(|script| script.gathers[0].1 = true);
+        assert_eq!(numbers(&bench.poll().unwrap()), [0]);
+        assert_eq!(bench.posted.abandon(&gone), NOTHING);
+    }
+}
+
+/// Frames leave in order: one whose bytes have arrived waits for the GPU of the frame in front of it.
+#[test]
+fn memory_that_is_taken_back_behind_a_pending_gather_names_the_gpu() {
+    let gpu = MemoryLocation::SimGpu(ALONE);
+    let first = Memory::private_on(&Gpu::open(gpu).unwrap(), CHUNK).unwrap();
+    let mine = Memory::private(CHUNK).unwrap();
+    let mut bench = Bench::new();
+    bench.script(|script| script.scatters = true);
+    for (number, memory) in [(0, &first), (1, &mine)] {
+        bench.expect(frame(number, &[(0, 10)], memory));
+    }
+    bench.poll().unwrap();
+    bench.script(|script| script.receives.push_back(Step::Done));
+    bench.poll().unwrap();
+    bench.script(|script| script.scatters = false);
+    let gone = |landing: &Landing| landing.is_in(&mine);
+    let abandoned = bench.posted.abandon(&gone);
+    assert_eq!(abandoned, Touched { lane: true, gpu: None }, "its own receive is posted");
+    bench.script(|script| script.receives.push_back(Step::Done));
+    bench.poll().unwrap();
+    assert_eq!(bench.posted.abandon(&gone), Touched { lane: false, gpu: Some(gpu) });
 }
 
 #[test]

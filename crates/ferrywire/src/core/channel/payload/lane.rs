@@ -11,7 +11,7 @@ use super::super::receiver::{Receiver, check_crc};
 use super::super::{Channel, broken, delivered};
 use super::{Payload, PayloadRemains};
 use crate::core::peer::{Landing, PeerState};
-use crate::core::posted::{Arrival, LanePass, Posted};
+use crate::core::posted::{Arrival, LanePass, Posted, Touched};
 use crate::core::queue::{DROPPED, Entry};
 use crate::error::Error;
 use crate::payload::lane::Run;
@@ -144,9 +144,9 @@ impl LanePayload {
         self.target.clear();
     }
 
-    /// Stops placing bytes into memory for which `gone` is true. Returns true while the lane may still write
-    /// there; poll until false.
-    pub fn abandon(&mut self, gone: &dyn Fn(&Landing) -> bool) -> bool {
+    /// Stops placing bytes into memory for which `gone` is true. Returns what may still write there; poll until
+    /// nothing does.
+    pub fn abandon(&mut self, gone: &dyn Fn(&Landing) -> bool) -> Touched {
         self.posted.abandon(gone)
     }
 

@@ -18,12 +18,12 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::broken;
 use super::receiver::Receiver;
 use super::sender::{Batch, Sender};
-use super::{Touched, broken};
 use crate::core::operation::Hold;
 use crate::core::peer::{Landing, PeerState};
-use crate::core::posted::{Arrival, Posted};
+use crate::core::posted::{Arrival, Posted, Touched};
 use crate::core::queue::{Entry, Pull, Pulled, SendQueue, Stage};
 use crate::core::staging::{Hung, Sending};
 use crate::core::stats::ChannelCounters;
@@ -421,9 +421,9 @@ impl Payload {
     /// Stops placing bytes into memory for which `gone` is true. Returns what may still write there.
     pub fn abandon(&mut self, gone: &dyn Fn(&Landing) -> bool) -> Touched {
         match self {
-            Payload::Stream => Touched { lane: false, gpu: None },
+            Payload::Stream => Touched::default(),
             Payload::Staged(staged) => Touched { lane: false, gpu: staged.abandon(gone) },
-            Payload::Lane(lane) => Touched { lane: lane.abandon(gone), gpu: None },
+            Payload::Lane(lane) => lane.abandon(gone),
         }
     }
 
