@@ -235,7 +235,7 @@ pub trait Lane: Send {
 
     /// Whether payload has waited for this end's GPU for so long that the peer's packets may be dropped for
     /// lack of buffers. The engine reports this to the peer, which then does not take the silence for a dead
-    /// path.
+    /// path. Meanwhile no missing message counts as stalled.
     fn holds_payload(&self) -> bool {
         false
     }

@@ -191,6 +191,11 @@ impl Receiving {
             };
             match lane.test_recv(receive.ticket) {
                 Step::Done => {}
+                // The peer cannot send into a full pool, which this end's GPU has to empty.
+                Step::Pending if lane.holds_payload() => {
+                    self.moved_at = now;
+                    return Ok(());
+                }
                 Step::Pending if now.saturating_sub(self.moved_at) > self.stall_timeout => {
                     let bytes = frame.arrival.header.len;
                     pass.stalled = true;

@@ -53,6 +53,8 @@ struct Script {
     closed: Option<InFlight>,
     /// Whether the lane may be ready before the peer's end is.
     alone: bool,
+    /// Whether this end holds payload because its GPU stands still.
+    holds: bool,
     /// Whether the path is silent.
     silent: bool,
     /// Memory that the lane has registered.
@@ -76,6 +78,10 @@ impl Lane for Fake {
 
     fn path_trouble(&self) -> Option<String> {
         self.0.lock().unwrap().silent.then(|| "silent".into())
+    }
+
+    fn holds_payload(&self) -> bool {
+        self.0.lock().unwrap().holds
     }
 
     fn isend(&mut self, run: &Run) -> Post {

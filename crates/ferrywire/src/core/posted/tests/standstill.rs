@@ -72,6 +72,20 @@ fn a_message_is_stalled_since_its_receive_was_posted() {
     assert!(why.contains("message 1 (10 bytes) has not arrived after 30.0 s"), "{why}");
 }
 
+/// Regression: the lane ended with "has not arrived" although this end's own GPU stood still, and its pool was full.
+#[test]
+fn a_message_is_not_stalled_while_this_end_holds_payload() {
+    let memory = Memory::private(CHUNK).unwrap();
+    let mut bench = Bench::with(Script { holds: true, ..Script::default() });
+    bench.expect(frame(0, &[(0, 10)], &memory));
+    bench.poll().unwrap();
+    bench.advance(3 * STALL).expect("the peer may have no room to send");
+    bench.script(|script| script.holds = false);
+    bench.advance(STALL).expect("the time of the message begins when the pool has room");
+    let why = bench.advance(Duration::from_secs(1)).unwrap_err();
+    assert!(why.contains("message 0 (10 bytes) has not arrived after 30.0 s"), "{why}");
+}
+
 /// Regression: a message counted as missing while this end's window had no room for it.
 #[test]
 fn a_peer_that_closes_is_not_blamed_for_what_waits_for_a_gpu() {
