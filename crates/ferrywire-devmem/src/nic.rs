@@ -44,9 +44,9 @@ use crate::sys::netlink::NetlinkError;
 use error::queues_in_words;
 use ferrywire_proto::limits;
 use ferrywire_sys::nics;
-use journal::{ClaimFile, Journal};
+use journal::{ClaimFile, Journal, Locked};
 use kernel::{Host, Kernel};
-use record::Claimed;
+use record::{Claimed, Settings};
 use settings::{Bench, Others};
 
 /// The requirements of a claim on a NIC.
@@ -70,6 +70,8 @@ pub struct Claim {
     file: Option<ClaimFile>,
     /// The queues and rules in the claim's file.
     claimed: Claimed,
+    /// The settings that the journal had when it was last read.
+    settings: Settings,
 }
 
 /// A rule that steers one connection to a claimed queue.
@@ -147,10 +149,12 @@ impl Claim {
             }
             return Err(error);
         }
+        let mut settings = Settings::default();
+        remember(&mut settings, &mut locked);
         drop(locked);
         let (nic, end_by, file) = (nic.to_owned(), EndBy::default(), Some(file));
         let allow_nic_setup = wish.allow_nic_setup;
-        Ok(Claim { nic, index, allow_nic_setup, kernel, journal, end_by, file, claimed })
+        Ok(Claim { nic, index, allow_nic_setup, kernel, journal, end_by, file, claimed, settings })
     }
 
     /// Binds all claimed queues to a dma-buf, into which the payload of steered flows then goes. Returns the kernel's
@@ -164,8 +168,12 @@ impl Claim {
         }
         // Drivers that split headers by themselves report header split as on, but the kernel requires that it was
         // requested.
+        self.keep_journal(limits::NIC_LOCK_TIMEOUT)?;
         let mut locked = self.journal.lock_by(&self.end_by)?;
-        Bench { nic: &self.nic, kernel: &mut *self.kernel, journal: &mut locked }.split(true)?;
+        let split = Bench { nic: &self.nic, kernel: &mut *self.kernel, journal: &mut locked }.split(true);
+        remember(&mut self.settings, &mut locked);
+        split?;
+        let queues = &self.claimed.queues;
         let bound = self.kernel.bind(queues, dmabuf);
         bound.map_err(|error| DevmemError::bind_rx(&self.nic, queues, &error).into())
     }
@@ -196,8 +204,10 @@ impl Claim {
     }
 
     fn insert(&mut self, flow: &Flow) -> Result<u32, NicError> {
+        self.keep_journal(limits::NIC_LOCK_TIMEOUT)?;
         // The lock keeps other claims from choosing the same location.
-        let _locked = self.journal.lock_by(&self.end_by)?;
+        let mut locked = self.journal.lock_by(&self.end_by)?;
+        remember(&mut self.settings, &mut locked);
         self.write()?;
         self.kernel.insert(flow).map_err(|error| self.rule_error(&error))
     }
@@ -211,7 +221,8 @@ impl Claim {
 
     /// Removes rules of this claim; waits for the journal's lock once, at most `within`.
     pub(super) fn unsteer_all(&mut self, rules: Vec<Rule>, within: Duration) -> Result<(), NotRemoved> {
-        let mut locked = match self.journal.lock_within(within, &self.end_by) {
+        let kept = self.keep_journal(within);
+        let mut locked = match kept.and_then(|()| self.journal.lock_within(within, &self.end_by)) {
             Ok(locked) => locked,
             Err(error) => {
                 return Err(NotRemoved { rules, why: error.to_string(), no_lock: Some(Box::new(error)) });
@@ -266,6 +277,25 @@ impl Claim {
         format!("{} {}", self.nic, queues_in_words(&self.claimed.queues))
     }
 
+    /// Makes the journal again if another program has deleted it while the claim lives.
+    fn keep_journal(&mut self, within: Duration) -> Result<(), NicError> {
+        if !self.file.as_ref().is_some_and(ClaimFile::is_gone) {
+            return Ok(());
+        }
+        self.journal.make_again()?;
+        let mut locked = self.journal.lock_within(within, &self.end_by)?;
+        // Another claim may have made the journal again before.
+        let settings = locked.settings(true)?.preceded_by(&self.settings);
+        locked.write_settings(&settings)?;
+        self.file = Some(locked.add_claim(&self.claimed)?);
+        self.settings = settings;
+        tracing::warn!(
+            "NIC {}: made the journal of its settings again: another program has deleted it",
+            self.nic
+        );
+        Ok(())
+    }
+
     fn write(&self) -> Result<(), NicError> {
         self.file.as_ref().map_or(Ok(()), |file| self.journal.write_claim(file, &self.claimed))
     }
@@ -289,8 +319,9 @@ impl Claim {
     fn end(&mut self) -> Result<Vec<String>, NicError> {
         // The claim's lock is kept until the binding has ended: a process that finds a dead claim expects no
         // binding of it.
+        let kept = self.keep_journal(limits::NIC_LOCK_TIMEOUT);
         let Some(file) = self.file.take() else { return Ok(Vec::new()) };
-        let locked = self.journal.lock_by(&self.end_by);
+        let locked = kept.and_then(|()| self.journal.lock_by(&self.end_by));
         let mut locked = locked.inspect_err(|_| self.kernel.unbind())?;
         let mut bench = Bench { nic: &self.nic, kernel: &mut *self.kernel, journal: &mut locked };
         let is_clean = delete_rules(&mut bench, std::mem::take(&mut self.claimed.rules));
@@ -305,6 +336,14 @@ impl Claim {
         let mut reported = bench.release(&live, Others::Live)?.reported;
         reported.append(&mut bench.journal.reported);
         Ok(reported)
+    }
+}
+
+/// Keeps the journal's settings in memory, should another program delete the journal. If they cannot be read, the last
+/// known ones stay.
+fn remember(settings: &mut Settings, locked: &mut Locked<'_>) {
+    if let Ok(recorded) = locked.settings(true) {
+        *settings = recorded;
     }
 }
 

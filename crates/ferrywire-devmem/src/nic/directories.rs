@@ -4,6 +4,7 @@
 //!   /run/ferrywire/devmem                root
 //!   $XDG_RUNTIME_DIR/ferrywire/devmem    a user with CAP_NET_ADMIN
 //!   /run/user/1000/ferrywire/devmem      the usual value of that variable, which `sudo` and services do not set
+//!   /tmp/ferrywire-1000/devmem           a run whose runtime directory was deleted, as at its user's logout
 //! ```
 //!
 //! Invariant: only a directory of this process's user is written to, because links in a directory of another user could
@@ -32,7 +33,19 @@ pub(super) fn writable() -> PathBuf {
 /// The directories that may have journals of earlier runs: for root those of all users, for a user the user's own and
 /// root's.
 pub(super) fn all() -> Vec<PathBuf> {
-    candidates(of_environment(), Path::new(USERS), rustix::process::geteuid().as_raw())
+    let mut all = candidates(of_environment(), Path::new(USERS), user());
+    // Every user can write to the parent of the replacement.
+    all.extend(Some(replacement()).filter(|own| matches!(other_owner(own), Ok(None))));
+    all
+}
+
+/// The directory for the journal of a run whose own directory was deleted and cannot be made again.
+pub(super) fn replacement() -> PathBuf {
+    std::env::temp_dir().join(format!("ferrywire-{}/devmem", user()))
+}
+
+fn user() -> u32 {
+    rustix::process::geteuid().as_raw()
 }
 
 pub(super) fn candidates(of_environment: Option<PathBuf>, users: &Path, user: u32) -> Vec<PathBuf> {
@@ -73,5 +86,5 @@ pub(super) fn make(folder: &Path) -> io::Result<()> {
 /// The user to whom a folder belongs, if that is not the user of this process.
 pub(super) fn other_owner(folder: &Path) -> io::Result<Option<u32>> {
     let owner = fs::metadata(folder)?.uid();
-    Ok((owner != rustix::process::geteuid().as_raw()).then_some(owner))
+    Ok((owner != user()).then_some(owner))
 }

@@ -24,7 +24,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::directories::make;
+use super::directories::{self, make};
 use super::error::NicError;
 use super::record::{self, Claimed, Header, Settings};
 use ferrywire_proto::limits;
@@ -117,6 +117,8 @@ fn is_locked(path: &Path) -> io::Result<bool> {
 #[derive(Debug)]
 pub(super) struct Journal {
     folder: PathBuf,
+    /// The directory to use once the folder is gone and cannot be made again.
+    pub replacement: PathBuf,
     header: Header,
 }
 
@@ -199,7 +201,19 @@ impl Journal {
         let folder = directory.join(format!("{namespace}-{nic}"));
         make(&folder).map_err(|error| failed(&folder, &error))?;
         let boot = boot().map_err(|error| failed(Path::new(BOOT_ID), &error))?;
-        Ok(Journal { folder, header: Header { boot, namespace, nic: nic.to_owned(), index } })
+        let replacement = directories::replacement();
+        Ok(Journal { folder, replacement, header: Header { boot, namespace, nic: nic.to_owned(), index } })
+    }
+
+    /// Makes the journal's folder again after another program has deleted it. At a user's logout the login manager
+    /// deletes the runtime directory as a whole, and only root can make that again.
+    pub fn make_again(&mut self) -> Result<(), NicError> {
+        let Err(error) = make(&self.folder) else { return Ok(()) };
+        let Some(name) = self.folder.file_name() else { return Err(self.failed("make again", &error)) };
+        let folder = self.replacement.join(name);
+        make(&folder).map_err(|_| self.failed("make again", &error))?;
+        self.folder = folder;
+        Ok(())
     }
 
     fn failed(&self, what: &str, error: &io::Error) -> NicError {
@@ -391,6 +405,11 @@ impl Locked<'_> {
 }
 
 impl ClaimFile {
+    /// Whether another program has deleted the file, or its folder: claims delete only files of dead claims.
+    pub fn is_gone(&self) -> bool {
+        fs::symlink_metadata(with_suffix(&self.path, LOCK_SUFFIX)).is_err()
+    }
+
     pub fn name(&self) -> String {
         self.path.file_name().unwrap_or_default().to_string_lossy().into_owned()
     }

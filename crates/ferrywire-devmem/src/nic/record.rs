@@ -57,6 +57,24 @@ impl Settings {
         *self == Settings::default()
     }
 
+    /// Adds the original values of an earlier record that was lost. This record may be a later claim's, which took the
+    /// changed values for the original ones.
+    pub fn preceded_by(mut self, earlier: &Settings) -> Settings {
+        self.rings.split = earlier.rings.split.or(self.rings.split);
+        self.rings.threshold_bytes = earlier.rings.threshold_bytes.or(self.rings.threshold_bytes);
+        self.ntuple_was_off |= earlier.ntuple_was_off;
+        self.spread = match (self.spread, earlier.spread.clone()) {
+            (Some(spread), Some(earlier))
+                if spread.before == earlier.before || earlier.ours.contains(&spread.before) =>
+            {
+                let ours = [earlier.ours, spread.ours].concat();
+                Some(Spread { before: earlier.before, ours })
+            }
+            (spread, earlier) => spread.or(earlier),
+        };
+        self
+    }
+
     pub fn text(&self, header: &Header) -> String {
         let mut lines = header.lines();
         if let Some(split) = self.rings.split {

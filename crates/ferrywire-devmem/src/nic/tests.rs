@@ -546,6 +546,48 @@ fn changes_recorded_by_another_user_are_reported_and_left() {
     assert_eq!(report(), CleanUp::default(), "a lock says nothing");
 }
 
+/// Regression: at logout the login manager deleted the journal of a live run; no connection could be steered any more,
+/// and the NIC stayed changed.
+#[test]
+fn a_journal_that_is_deleted_while_its_claim_lives_is_made_again() {
+    for for_good in [false, true] {
+        let (nic, elsewhere) = (Nic::new(untouched()), tempfile::tempdir().expect("a folder"));
+        let mut claim = nic.claim(&wish(1, true)).expect("allowed");
+        claim.journal.replacement = elsewhere.path().join("devmem");
+        claim.steer(end(PAIR[0]), end(PAIR[1])).expect("room");
+        nic.delete_journal(for_good);
+        claim.bind(fake::some_file().as_fd()).expect("header split is on");
+        let rule = claim.steer(end(PAIR[0]), end("10.0.0.2:40001")).expect("the journal is made again");
+        claim.unsteer(rule);
+        drop(claim);
+        assert_eq!(nic.state(), untouched(), "for good: {for_good}");
+        assert_eq!(elsewhere.path().join("devmem").exists(), for_good);
+    }
+}
+
+#[test]
+fn settings_are_restored_after_the_last_claim_although_the_journal_was_deleted() {
+    for first_ends_first in [true, false] {
+        let nic = Nic::new(untouched());
+        let mut first = nic.claim(&wish(1, true)).expect("allowed");
+        let mut second = nic.claim(&wish(1, true)).expect("allowed");
+        first.bind(fake::some_file().as_fd()).expect("it is set up");
+        second.bind(fake::some_file().as_fd()).expect("it is set up");
+        first.steer(end(PAIR[0]), end(PAIR[1])).expect("room");
+        nic.delete_journal(false);
+        second.steer(end(PAIR[0]), end("10.0.0.2:40001")).expect("the journal is made again");
+        // The NIC looks as if an administrator had set it up.
+        let third = nic.claim(&wish(1, true)).expect("allowed");
+        first.steer(end(PAIR[0]), end("10.0.0.2:40002")).expect("the claim is recorded again");
+        let (one, other) = if first_ends_first { (first, second) } else { (second, first) };
+        drop((one, third));
+        assert_eq!((nic.state().split, nic.state().ntuple.on), (Split::On, true), "a claim lives");
+        assert!(!nic.state().spread.contains(&other.queues()[0]), "{:?}", nic.state().spread);
+        drop(other);
+        assert_eq!((nic.state(), nic.files()), (untouched(), vec!["lock".to_owned()]));
+    }
+}
+
 #[test]
 fn entries_of_claimed_queues_go_round_the_others() {
     use super::settings::without;

@@ -242,6 +242,15 @@ impl Nic {
         fs::read_to_string(self.journal_folder().join(file)).expect("a file")
     }
 
+    /// Deletes the journal, as the login manager deletes a user's runtime directory at logout. If `for_good`, it cannot
+    /// be made again in its directory.
+    pub fn delete_journal(&self, for_good: bool) {
+        fs::remove_dir_all(self.directory()).expect("removed");
+        if for_good {
+            fs::write(self.directory(), "").expect("a file");
+        }
+    }
+
     pub fn overwrite(&self, file: &str, text: &str) {
         fs::write(self.journal_folder().join(file), text).expect("written");
     }
