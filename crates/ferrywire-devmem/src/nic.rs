@@ -112,8 +112,8 @@ impl Claim {
     /// directory.
     pub fn in_directory(directory: &Path, nic: &str, wish: &Wish) -> Result<Claim, NicError> {
         let index = nics::index(nic).ok_or_else(|| NicError::NoNic { nic: nic.to_owned() })?;
-        // Support is checked first, because most NICs have none.
-        possible::refusal(nic, index)?;
+        // Support is checked first, because most NICs have none. Where that is unknown, binding shows it.
+        possible::is_supported(nic, index)?;
         let kernel = Host::open(nic, index).map_err(|error| {
             NicError::setting(nic, "open the kernel's interfaces for NICs", String::new(), &error)
         })?;

@@ -264,7 +264,7 @@ fn reach(topology: &Topology) -> Vec<Finding> {
         match (possible.receives, possible.is_possible(), words.is_empty()) {
             (None, ..) => found(format!("devmem TCP: unknown: {}", words.join("; ")))
                 .at(Level::Note)
-                .fix("run doctor as root or with CAP_NET_ADMIN, outside of containers"),
+                .fix("run doctor as root or with CAP_NET_ADMIN, outside of containers; on Linux 6.12 to 6.14 try --transport devmem"),
             (_, true, true) => found("devmem TCP: possible".to_owned()),
             (_, true, false) => found(format!("devmem TCP: possible with setup: {}", words.join("; ")))
                 .at(Level::Note)

@@ -2,6 +2,7 @@
 //!
 //! Read next: `topology/` of `ferrywire-host`, which shows it.
 
+use std::fs;
 use std::os::fd::{AsFd, BorrowedFd};
 
 use super::super::{BindCause, DevmemError};
@@ -12,6 +13,10 @@ use crate::sys::netdev::Netdev;
 use crate::sys::netlink::NetlinkError;
 use ferrywire_sys::mapping;
 use ferrywire_sys::nics;
+
+/// The kernel's index of the loopback interface, in every network namespace.
+const LOOPBACK: u32 = 1;
+const OS_RELEASE: &str = "/proc/sys/kernel/osrelease";
 
 /// What a NIC supports of devmem TCP.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -57,25 +62,43 @@ pub fn possible(nic: &str) -> Possible {
 }
 
 fn ask_driver(nic: &str, index: u32, found: &mut Possible) {
-    match refusal(nic, index) {
-        Ok(()) => found.receives = Some(true),
+    match is_supported(nic, index) {
+        Ok(true) => found.receives = Some(true),
+        Ok(false) => found.unsupported_reason.push(probe_says_nothing(nic)),
         Err(error) => {
             let unknown = matches!(&error, DevmemError::Bind { cause: BindCause::NotAllowed, .. });
             found.receives = (!unknown).then_some(false);
             found.unsupported_reason.push(error.to_string());
         }
     }
-    found.sends =
-        probe(|netdev, fd| netdev.bind_tx(index, fd)).map_or_else(|error| answer(error.errno), Some);
+    found.sends = probe(|netdev, fd| netdev.bind_tx(index, fd))
+        .map_or_else(|error| answer(error.errno, libc::EOPNOTSUPP), Some);
 }
 
-/// Whether the NIC's driver refuses to bind memory. Tries to bind a descriptor that is not a dma-buf: a driver without
-/// support refuses before it checks the memory, and with support nothing changes.
-pub(super) fn refusal(nic: &str, index: u32) -> Result<(), DevmemError> {
-    match probe(|netdev, fd| netdev.bind_rx(index, &[0], fd)) {
-        Err(error) if answer(error.errno) != Some(true) => Err(DevmemError::bind_rx(nic, &[], &error)),
-        _ => Ok(()),
+/// Whether the NIC's driver is known to receive into device memory; false if this kernel's answer says nothing. Tries to
+/// bind a descriptor that is not a dma-buf: a driver without support refuses before the memory is checked, and with
+/// support nothing changes.
+///
+/// # Errors
+/// The driver has no support, or the kernel does not permit the question.
+pub(super) fn is_supported(nic: &str, index: u32) -> Result<bool, DevmemError> {
+    let refused = |index| probe(|netdev, fd| netdev.bind_rx(index, &[0], fd)).err();
+    let Some(error) = refused(index) else { return Ok(true) };
+    let of_loopback = refused(LOOPBACK).map_or(0, |error| error.errno);
+    match answer(error.errno, of_loopback) {
+        Some(true) => Ok(true),
+        None if is_about_memory(error.errno) => Ok(false),
+        _ => Err(DevmemError::bind_rx(nic, &[], &error)),
     }
+}
+
+fn probe_says_nothing(nic: &str) -> String {
+    let kernel = fs::read_to_string(OS_RELEASE).unwrap_or_default();
+    format!(
+        "NIC {nic}: Linux {} checks the memory before the driver, so only a run with --transport devmem shows whether the \
+         driver can receive into device memory",
+        kernel.trim()
+    )
 }
 
 fn probe(
@@ -90,13 +113,19 @@ fn probe(
     bind(&mut Netdev::open()?, not_dmabuf.as_fd()).map(|_| true)
 }
 
-/// Reads the errno of the probe: `EINVAL` is about the memory, so the driver supports it.
-fn answer(errno: i32) -> Option<bool> {
-    match errno {
-        libc::EINVAL | libc::EBADF => Some(true),
+/// Whether the probe found support, from its errno at the NIC and at loopback, which never has support; `None` if that
+/// is unknown. An errno about the memory means support, unless the kernel (Linux 6.12 to 6.14) checks the memory before
+/// the driver: then loopback's is about the memory too.
+fn answer(of_nic: i32, of_loopback: i32) -> Option<bool> {
+    match of_nic {
+        _ if is_about_memory(of_nic) => (!is_about_memory(of_loopback)).then_some(true),
         libc::EPERM | libc::EACCES => None,
         _ => Some(false),
     }
+}
+
+fn is_about_memory(errno: i32) -> bool {
+    matches!(errno, libc::EINVAL | libc::EBADF)
 }
 
 pub(super) fn ask_settings(nic: &str, kernel: &mut dyn Kernel, found: &mut Possible) {
@@ -134,5 +163,43 @@ pub(super) fn ask_settings(nic: &str, kernel: &mut dyn Kernel, found: &mut Possi
         found.unsupported_reason.push(NicError::NoFlowRules { nic: nic.to_owned() }.to_string());
     } else if !ntuple.on {
         found.missing.push(Missing::Ntuple.to_string());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Regression: kernels that check the memory before the driver seemed to support devmem TCP on every NIC.
+    #[test]
+    fn an_answer_about_the_memory_is_support_unless_loopback_gives_it_too() {
+        use libc::{EACCES, EBADF, EINVAL, ENODEV, ENOENT, EOPNOTSUPP, EPERM};
+        for (of_nic, of_loopback, expected) in [
+            (EINVAL, EOPNOTSUPP, Some(true)),
+            (EBADF, EOPNOTSUPP, Some(true)),
+            (EINVAL, ENODEV, Some(true)),
+            (EINVAL, EINVAL, None),
+            (EINVAL, EBADF, None),
+            (EBADF, EINVAL, None),
+            (EOPNOTSUPP, EOPNOTSUPP, Some(false)),
+            (EOPNOTSUPP, EINVAL, Some(false)),
+            (ENOENT, ENOENT, Some(false)),
+            (EPERM, EPERM, None),
+            (EACCES, EACCES, None),
+        ] {
+            assert_eq!(
+                answer(of_nic, of_loopback),
+                expected,
+                "{of_nic} at the NIC, {of_loopback} at loopback"
+            );
+        }
+    }
+
+    #[test]
+    fn a_probe_that_says_nothing_names_the_kernel_and_is_not_yes() {
+        let found = Possible { unsupported_reason: vec![probe_says_nothing("eth1")], ..Possible::default() };
+        let kernel = fs::read_to_string(OS_RELEASE).expect("a kernel");
+        assert!(found.unsupported_reason[0].contains(&format!("Linux {} ", kernel.trim())), "{found:?}");
+        assert!(!found.is_possible());
     }
 }
