@@ -2,6 +2,7 @@
 //! killed before or after any change.
 
 mod fake;
+mod records;
 mod sharing;
 mod steering;
 
@@ -11,7 +12,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::*;
 use crate::sys::ethtool::{Feature, Rings, Split};
-use cleanup::clean_up_all;
 use fake::{Nic, State};
 
 const PAIR: [&str; 2] = ["10.0.0.1:7420", "10.0.0.2:40000"];
@@ -489,103 +489,6 @@ fn the_record_of_a_removed_nic_is_reported_once() {
     assert!(reported.join("\n").contains("gone0 is gone") && !failed, "{reported:?}");
     assert_eq!(clean_up_in(journal.path()), CleanUp::default());
     assert!(!folder.exists());
-}
-
-/// Regression: only one directory was searched, so a user's clean-up missed root's records and reported success.
-#[test]
-fn a_clean_up_searches_every_directory_and_fails_if_one_cannot_be_read() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let [closed, open] = ["closed", "open"].map(|name| folder.path().join(name));
-    // A file in place of the folder: root can enter every folder.
-    std::fs::write(&closed, "").expect("a file");
-    let of_nic = open.join(format!("{}-gone0", journal::namespace().expect("a namespace")));
-    std::fs::create_dir_all(&of_nic).expect("a folder");
-    std::fs::write(of_nic.join("settings"), "whatever").expect("a file");
-    let CleanUp { reported, failed } = clean_up_all(&[closed.clone(), open]);
-    assert!(failed, "{reported:?}");
-    assert!(reported[0].contains(&format!("earlier runs in {}", closed.display())), "{reported:?}");
-    assert!(reported[1].contains("gone0 is gone"), "{reported:?}");
-    let refused = cleanup::not_read(&closed, &std::io::Error::from_raw_os_error(libc::EACCES));
-    assert!(refused.ends_with(": run as root"), "{refused}");
-}
-
-#[test]
-fn root_searches_the_directories_of_all_users() {
-    let users = tempfile::tempdir().expect("a folder");
-    for user in ["1000", "7"] {
-        std::fs::create_dir(users.path().join(user)).expect("a folder");
-    }
-    let found = |environment: Option<&str>, user| {
-        let environment = environment.map(|runtime| users.path().join(runtime).join("ferrywire/devmem"));
-        let all = directories::candidates(environment, users.path(), user);
-        let names = all.iter().map(|path| path.strip_prefix(users.path()).unwrap_or(path).display());
-        names.map(|name| name.to_string().replace("/ferrywire/devmem", "")).collect::<Vec<_>>()
-    };
-    assert_eq!(found(None, 0), ["/run", "1000", "7"]);
-    assert_eq!(found(Some("7"), 0), ["/run", "7", "1000"], "each once");
-    assert_eq!(found(Some("other"), 7), ["/run", "other", "7"], "a user's own, and root's");
-}
-
-#[test]
-fn changes_recorded_by_another_user_are_reported_and_left() {
-    const USER: u32 = 1234;
-    let nic = Nic::new(untouched());
-    let report = || {
-        let mut done = CleanUp::default();
-        cleanup::report_left(nic.directory(), USER, &mut done).expect("it can be read");
-        done
-    };
-    let claim = nic.claim(&wish(1, true)).expect("allowed");
-    assert_eq!(report(), CleanUp::default(), "the claim is live");
-    nic.kill(claim);
-    let (files, state) = (nic.files(), nic.state());
-    let CleanUp { reported, failed } = report();
-    assert!(failed && reported[0].contains("a run of user 1234 has left changes"), "{reported:?}");
-    assert_eq!((nic.files(), nic.state()), (files, state), "nothing is changed");
-    nic.clean();
-    assert_eq!(report(), CleanUp::default(), "a lock says nothing");
-}
-
-/// Regression: at logout the login manager deleted the journal of a live run; no connection could be steered any more,
-/// and the NIC stayed changed.
-#[test]
-fn a_journal_that_is_deleted_while_its_claim_lives_is_made_again() {
-    for for_good in [false, true] {
-        let (nic, elsewhere) = (Nic::new(untouched()), tempfile::tempdir().expect("a folder"));
-        let mut claim = nic.claim(&wish(1, true)).expect("allowed");
-        claim.journal.replacement = elsewhere.path().join("devmem");
-        claim.steer(end(PAIR[0]), end(PAIR[1])).expect("room");
-        nic.delete_journal(for_good);
-        claim.bind(fake::some_file().as_fd()).expect("header split is on");
-        let rule = claim.steer(end(PAIR[0]), end("10.0.0.2:40001")).expect("the journal is made again");
-        claim.unsteer(rule);
-        drop(claim);
-        assert_eq!(nic.state(), untouched(), "for good: {for_good}");
-        assert_eq!(elsewhere.path().join("devmem").exists(), for_good);
-    }
-}
-
-#[test]
-fn settings_are_restored_after_the_last_claim_although_the_journal_was_deleted() {
-    for first_ends_first in [true, false] {
-        let nic = Nic::new(untouched());
-        let mut first = nic.claim(&wish(1, true)).expect("allowed");
-        let mut second = nic.claim(&wish(1, true)).expect("allowed");
-        first.bind(fake::some_file().as_fd()).expect("it is set up");
-        second.bind(fake::some_file().as_fd()).expect("it is set up");
-        first.steer(end(PAIR[0]), end(PAIR[1])).expect("room");
-        nic.delete_journal(false);
-        second.steer(end(PAIR[0]), end("10.0.0.2:40001")).expect("the journal is made again");
-        // The NIC looks as if an administrator had set it up.
-        let third = nic.claim(&wish(1, true)).expect("allowed");
-        first.steer(end(PAIR[0]), end("10.0.0.2:40002")).expect("the claim is recorded again");
-        let (one, other) = if first_ends_first { (first, second) } else { (second, first) };
-        drop((one, third));
-        assert_eq!((nic.state().split, nic.state().ntuple.on), (Split::On, true), "a claim lives");
-        assert!(!nic.state().spread.contains(&other.queues()[0]), "{:?}", nic.state().spread);
-        drop(other);
-        assert_eq!((nic.state(), nic.files()), (untouched(), vec!["lock".to_owned()]));
-    }
 }
 
 #[test]
