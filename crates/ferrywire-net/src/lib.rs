@@ -15,6 +15,6 @@ mod stream;
 pub mod tcp;
 
 pub use ferrywire_sys::IoVec;
-pub use ferrywire_sys::nics::Nic;
+pub use ferrywire_sys::nics::{Nic, beyond_this_host};
 pub use sealed::Sealed;
 pub use stream::{Bound, Conn, ConnOptions, Listener, PathHealth, SharedTransport, Transport};

@@ -160,6 +160,15 @@ pub fn is_local(nics: &[Nic], address: IpAddr) -> bool {
     address.to_canonical().is_loopback() || with_address(nics, address).is_some()
 }
 
+/// The addresses among `addresses`, all of one endpoint, at which an endpoint of another host can be reached, in their
+/// order. Every host has loopback addresses, and hosts may share those of bridges for containers: dialled here, they
+/// lead to this host. All of `addresses` if each is local, since the endpoint is then of this host.
+pub fn beyond_this_host(nics: &[Nic], addresses: &[SocketAddr]) -> Vec<SocketAddr> {
+    let beyond: Vec<SocketAddr> =
+        addresses.iter().filter(|address| !is_local(nics, address.ip())).copied().collect();
+    if beyond.is_empty() { addresses.to_vec() } else { beyond }
+}
+
 /// A list that `getifaddrs` allocated; dropping it frees the list.
 struct InterfaceAddresses {
     first: *mut libc::ifaddrs,

@@ -28,7 +28,7 @@ use ferrywire_memory::cuda::{CudaGpu, deferred_free};
 use ferrywire_memory::host::HostBuffer;
 use ferrywire_memory::sim::SimGpu;
 use ferrywire_memory::{MemoryLocation, Owned, Owner};
-use ferrywire_net::SharedTransport;
+use ferrywire_net::{SharedTransport, beyond_this_host};
 use ferrywire_proto::Identity;
 use ferrywire_proto::limits;
 use ferrywire_proto::schedule;
@@ -265,23 +265,30 @@ impl Endpoint {
     /// [`limits::ANSWER_SHARE_MIN`] if so much remains.
     ///
     /// # Errors
-    /// As for [`Endpoint::connect`], the error of the last address tried; [`ConnectError::Invalid`] for
-    /// unusable metadata.
+    /// As for [`Endpoint::connect`]: the most informative error of the addresses at which another host can be reached, or,
+    /// if all are addresses of this host, of all; [`ConnectError::Invalid`] for unusable metadata.
     pub fn connect_metadata(&self, metadata: &[u8], timeout: Duration) -> Result<Peer, ConnectError> {
         let (identity, addresses) = parse_metadata(metadata)?;
-        let tell = |mut errors: Vec<ConnectError>| match errors.pop() {
-            Some(ConnectError::Stalled { .. }) => {
-                let what = format!("connecting to {identity} at {addresses:?}");
-                ConnectError::Stalled { what, peer: Some(identity.to_string()), waited: timeout }
-            }
-            Some(error) => error,
-            None => {
-                let why = "the metadata contains no address: build the endpoint that made it with an address to \
-                           listen on";
-                Error::invalid("metadata", why).into()
+        let failed = |mut errors: Vec<(SocketAddr, ConnectError)>| {
+            // If the endpoint is on another host, its loopback addresses have led to this one.
+            let nics = self.context().transport.nics().unwrap_or_default();
+            let tried: Vec<SocketAddr> = errors.iter().map(|(address, _)| *address).collect();
+            let beyond = beyond_this_host(&nics, &tried);
+            errors.retain(|(address, _)| beyond.contains(address));
+            match ConnectError::most_informative(errors.into_iter().map(|(_, error)| error)) {
+                Some(ConnectError::Stalled { .. }) => {
+                    let what = format!("connecting to {identity} at {addresses:?}");
+                    ConnectError::Stalled { what, peer: Some(identity.to_string()), waited: timeout }
+                }
+                Some(error) => error,
+                None => {
+                    let why = "the metadata contains no address: build the endpoint that made it with an address to \
+                               listen on";
+                    Error::invalid("metadata", why).into()
+                }
             }
         };
-        self.connect_first(&addresses, Some(identity), timeout, limits::ANSWER_SHARE_MIN).map_err(tell)
+        self.connect_first(&addresses, Some(identity), timeout, limits::ANSWER_SHARE_MIN).map_err(failed)
     }
 
     /// Connects to the first of these addresses of one endpoint that answers. Each address gets an equal
@@ -291,16 +298,7 @@ impl Endpoint {
     /// As for [`Endpoint::connect`]: the most informative error of all addresses.
     pub fn connect_any(&self, addresses: &[SocketAddr], timeout: Duration) -> Result<Peer, ConnectError> {
         self.connect_first(addresses, None, timeout, limits::NAME_SHARE_MIN).map_err(|errors| {
-            // Ranks errors: an address where something listens is more informative than one where nothing
-            // does, or that no NIC reaches.
-            let tells = |error: &ConnectError| match error {
-                ConnectError::NoUsableNic { .. } => 0,
-                ConnectError::Unreachable { .. } => 1,
-                ConnectError::Invalid { .. } => 2,
-                ConnectError::Stalled { .. } => 3,
-                _ => 4,
-            };
-            match errors.into_iter().rev().max_by_key(tells) {
+            match ConnectError::most_informative(errors.into_iter().map(|(_, error)| error)) {
                 Some(ConnectError::Stalled { .. }) if addresses.len() > 1 => {
                     let what = format!("connecting to any of {addresses:?}");
                     ConnectError::Stalled { what, peer: None, waited: timeout }
@@ -319,7 +317,7 @@ impl Endpoint {
         identity: Option<Identity>,
         timeout: Duration,
         share_min: Duration,
-    ) -> Result<Peer, Vec<ConnectError>> {
+    ) -> Result<Peer, Vec<(SocketAddr, ConnectError)>> {
         let (until, mut errors) = (self.now().saturating_add(timeout), Vec::new());
         for (tried, address) in addresses.iter().enumerate() {
             let left = until.saturating_sub(self.now());
@@ -333,9 +331,9 @@ impl Endpoint {
                 Err(
                     error @ (ConnectError::Closed | ConnectError::Forked { .. } | ConnectError::Internal(_)),
                 ) => {
-                    return Err(vec![error]);
+                    return Err(vec![(*address, error)]);
                 }
-                Err(error) => errors.push(error),
+                Err(error) => errors.push((*address, error)),
             }
         }
         Err(errors)

@@ -205,6 +205,25 @@ family! {
     }
 }
 
+impl ConnectError {
+    /// The most informative of the errors of an endpoint's addresses, in the order of the addresses; the first of those
+    /// that are equally informative. An address where something listens is more informative than one where nothing does,
+    /// or that no NIC reaches.
+    pub fn most_informative(
+        errors: impl IntoIterator<Item = ConnectError, IntoIter: DoubleEndedIterator>,
+    ) -> Option<ConnectError> {
+        let rank = |error: &ConnectError| match error {
+            ConnectError::NoUsableNic { .. } => 0,
+            ConnectError::Unreachable { .. } => 1,
+            ConnectError::Invalid { .. } => 2,
+            ConnectError::Stalled { .. } => 3,
+            _ => 4,
+        };
+        // The last maximum is taken, and the first address is preferred.
+        errors.into_iter().rev().max_by_key(rank)
+    }
+}
+
 /// Conversion of a field of [`Error`] to that of a family, and back. Only [`Error::Phase`] has a field with
 /// another type.
 trait Convert<T> {

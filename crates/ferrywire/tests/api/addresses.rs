@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Instant;
 
-use ferrywire::{Builder, Endpoint, Error};
+use ferrywire::{Builder, ConnectError, Endpoint, Error, RefusalReason};
 use ferrywire_net::Transport;
 use ferrywire_net::tcp::TcpTransport;
 use ferrywire_proto::stall_timer::StallTimer;
@@ -115,6 +115,43 @@ fn a_peer_whose_address_leads_elsewhere_here_is_reached_where_it_was_dialled() {
     let peer = hosts.on(0, || here.connect(address, LIMIT)).unwrap();
     let _accepted = there.accept(LIMIT).unwrap();
     until("all channels are up", || peer.stats().channels.iter().all(|channel| channel.alive));
+}
+
+/// Regression: the loopback address of the other host was tried last, and leads to this host, whose error was returned.
+#[test]
+fn a_connect_by_metadata_reports_why_the_other_host_refuses_and_not_what_this_host_answers() {
+    let Some(hosts) = &Hosts::new() else { return };
+    let listen = SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), 7420);
+    let listening = || builder().listen(listen).build();
+    let there = hosts.on(1, listening).unwrap();
+    // The endpoint lists the NICs of the namespace that asks for them.
+    let metadata = hosts.on(1, || there.metadata());
+    let far = SocketAddr::new(Hosts::ADDRESSES[1].into(), listen.port());
+    let advertised = hosts.on(1, || there.reachable_addresses());
+    assert!(advertised.iter().any(|address| address.ip().is_loopback()), "{advertised:?}");
+    let error = |here: &Endpoint| hosts.on(0, || here.connect_metadata(&metadata, LIMIT).unwrap_err());
+    let without = || Endpoint::builder().threads(1).channels(2);
+    for also_listens in [false, true] {
+        let listening_or_not = |builder: Builder| if also_listens { builder.listen(listen) } else { builder };
+        let here = || listening_or_not(builder().secret("wrong horse")).build();
+        let wrong = error(&hosts.on(0, here).unwrap());
+        let ConnectError::Refused { address, reason, .. } = &wrong else { panic!("{wrong}") };
+        assert_eq!((address, *reason), (&far.to_string(), RefusalReason::Secret));
+    }
+    let secretless = error(&hosts.on(0, || without().build()).unwrap());
+    assert!(matches!(&secretless, ConnectError::Invalid { what, .. } if what == "secret"), "{secretless}");
+    there.close(LIMIT).unwrap();
+    drop(there);
+    // As behind a firewall: the far address does not answer, and this host listens on the same port.
+    let here = hosts.on(0, listening).unwrap();
+    let unreachable = error(&here);
+    let ConnectError::Unreachable { address, .. } = &unreachable else { panic!("{unreachable}") };
+    assert_eq!(address, &far.to_string());
+    let _restarted = hosts.on(1, listening).unwrap();
+    let restarted = error(&here);
+    let ConnectError::Refused { address, why, .. } = &restarted else { panic!("{restarted}") };
+    assert_eq!(address, &far.to_string());
+    assert!(why.contains("restarted"), "{why}");
 }
 
 #[test]

@@ -399,6 +399,28 @@ fn the_first_address_that_works_is_taken_and_else_the_most_specific_error() {
     assert!(matches!(error(&[], LIMIT), ConnectError::Invalid { .. }));
 }
 
+/// Regression: a connect by metadata returned the error of the last address, at which nothing listened.
+#[test]
+fn metadata_that_lead_nowhere_give_the_most_specific_error_of_their_addresses() {
+    let (accepting, connecting) = (listening(), listening());
+    let stranger =
+        Endpoint::builder().listen("127.0.0.1:0".parse().unwrap()).secret("another secret").build().unwrap();
+    let closed = addresses(&dead(1))[0];
+    let refused = |end: &Endpoint, restarted: bool| {
+        let mut metadata = metadata_at(end, &[end.listen_addresses()[0], closed]);
+        metadata[1] ^= u8::from(restarted);
+        match connecting.connect_metadata(&metadata, LIMIT).unwrap_err() {
+            ConnectError::Refused { address, reason, why } => (address, reason, why),
+            other => panic!("{other}"),
+        }
+    };
+    let (address, reason, _) = refused(&stranger, false);
+    assert_eq!((address, reason), (stranger.listen_addresses()[0].to_string(), RefusalReason::Secret));
+    let (address, _, why) = refused(&accepting, true);
+    assert_eq!(address, accepting.listen_addresses()[0].to_string());
+    assert!(why.contains("restarted"), "{why}");
+}
+
 /// Passes on what one end says to the other, until one has nothing more to say.
 fn pass_on(from: &TcpStream, to: &TcpStream) {
     let (mut from, mut to, mut buffer, start) = (from, to, [0; 4096], Instant::now());
