@@ -90,8 +90,8 @@ impl Orchestrator {
     /// Connects all targets at once. Returns the peers in the order of `targets`.
     ///
     /// # Errors
-    /// [`ConnectError::Phase`] with the first endpoint that failed, or was not connected in time, and its remote
-    /// address.
+    /// [`ConnectError::Phase`] with the first endpoint that failed, or was not connected in time, and the most informative
+    /// error of its remote addresses.
     pub fn connect(&self, targets: &[Target], timeout: Duration) -> Result<Vec<Peer>, ConnectError> {
         let mut dials = Vec::with_capacity(targets.len());
         let until = end_of(timeout);
@@ -241,6 +241,10 @@ struct Dial<'a> {
     target: &'a Target,
     next: usize,
     connecting: Option<Connecting>,
+    /// When the first address was tried.
+    began: Instant,
+    /// The errors of the addresses that were given up, in their order.
+    errors: Vec<ConnectError>,
     /// When the next address is tried, unless an endpoint has answered at this one.
     answers_until: Instant,
     /// When the phase ends.
@@ -250,8 +254,17 @@ struct Dial<'a> {
 
 impl<'a> Dial<'a> {
     fn begin(all: &'a Orchestrator, target: &'a Target, until: Instant) -> Result<Dial<'a>> {
-        let mut dial =
-            Dial { all, target, next: 0, connecting: None, answers_until: until, until, peer: None };
+        let mut dial = Dial {
+            all,
+            target,
+            next: 0,
+            connecting: None,
+            began: Instant::now(),
+            errors: Vec::new(),
+            answers_until: until,
+            until,
+            peer: None,
+        };
         dial.dial_next()?;
         Ok(dial)
     }
@@ -272,13 +285,34 @@ impl<'a> Dial<'a> {
         Ok(())
     }
 
-    /// The timeout error. It names the address, since one endpoint may have many targets.
-    fn late(&self, waited: Duration) -> Error {
+    /// The error of a phase that has timed out.
+    fn late(&mut self, waited: Duration) -> Error {
+        let error = self.unanswered(waited);
+        let error = self.failed(error, waited);
+        self.all.failed("connecting", self.target.endpoint, error)
+    }
+
+    /// The error of the current address if it does not answer.
+    fn unanswered(&self, waited: Duration) -> ConnectError {
         let tried = self.target.addresses.get(self.next.saturating_sub(1));
         let peer = tried.map(ToString::to_string);
         let what =
             peer.as_ref().map_or_else(|| "connecting".to_owned(), |peer| format!("connecting to {peer}"));
-        self.all.failed("connecting", self.target.endpoint, Error::Stalled { what, peer, waited })
+        ConnectError::Stalled { what, peer, waited }
+    }
+
+    /// The error of all addresses; `last` is that of the last one. A timeout names them, since one endpoint may have many
+    /// targets.
+    fn failed(&mut self, last: ConnectError, waited: Duration) -> ConnectError {
+        let errors = std::mem::take(&mut self.errors).into_iter().chain([last.clone()]);
+        match ConnectError::most_informative(errors) {
+            Some(ConnectError::Stalled { .. }) if self.target.addresses.len() > 1 => {
+                let what = format!("connecting to any of {:?}", self.target.addresses);
+                ConnectError::Stalled { what, peer: None, waited }
+            }
+            Some(error) => error,
+            None => last,
+        }
     }
 
     fn poll(&mut self) -> Result<()> {
@@ -287,6 +321,7 @@ impl<'a> Dial<'a> {
         match connecting.poll() {
             None if has_next && Instant::now() >= self.answers_until => {
                 if !connecting.has_answered() {
+                    self.errors.push(self.unanswered(self.began.elapsed()));
                     return self.dial_next();
                 }
                 self.answers_until = self.until;
@@ -297,8 +332,11 @@ impl<'a> Dial<'a> {
                 (self.peer, self.connecting) = (Some(peer), None);
                 Ok(())
             }
-            Some(Err(_)) if has_next => self.dial_next(),
-            Some(Err(error)) => Err(error.into()),
+            Some(Err(error)) if has_next => {
+                self.errors.push(error);
+                self.dial_next()
+            }
+            Some(Err(error)) => Err(self.failed(error, self.began.elapsed()).into()),
         }
     }
 }

@@ -421,6 +421,34 @@ fn metadata_that_lead_nowhere_give_the_most_specific_error_of_their_addresses() 
     assert!(why.contains("restarted"), "{why}");
 }
 
+/// Regression: only the error of a target's last address was returned, whatever the first ones had answered.
+#[test]
+fn a_target_that_is_not_connected_gives_the_most_specific_error_of_its_addresses() {
+    let builders = vec![("near".to_owned(), builder().channels(2))];
+    let orchestrator = Orchestrator::start(builders, LIMIT).unwrap();
+    let stranger =
+        Endpoint::builder().listen("127.0.0.1:0".parse().unwrap()).secret("another secret").build().unwrap();
+    let other = stranger.listen_addresses()[0];
+    let (silent, closed) = (dead(1), addresses(&dead(1))[0]);
+    let silent = addresses(&silent)[0];
+    let short = Duration::from_secs(1);
+    let error = |addresses: &[SocketAddr], timeout| {
+        let target = Target { endpoint: 0, addresses: addresses.to_vec() };
+        match orchestrator.connect(&[target], timeout).unwrap_err() {
+            ConnectError::Phase { error, target: Some(0), .. } => *error,
+            other => panic!("{other}"),
+        }
+    };
+    for (second, timeout) in [(closed, LIMIT), (silent, short)] {
+        let error = error(&[other, second], timeout);
+        let ConnectError::Refused { address, reason, .. } = &error else { panic!("{error}") };
+        assert_eq!((address, *reason), (&other.to_string(), RefusalReason::Secret));
+    }
+    let late = error(&[silent, closed], short);
+    let all = format!("{:?}", [silent, closed]);
+    assert!(matches!(&late, ConnectError::Stalled { what, .. } if what.contains(&all)), "{late}");
+}
+
 /// Passes on what one end says to the other, until one has nothing more to say.
 fn pass_on(from: &TcpStream, to: &TcpStream) {
     let (mut from, mut to, mut buffer, start) = (from, to, [0; 4096], Instant::now());
