@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 use ferrywire::orchestrator::Target;
 use ferrywire::{Builder, ConnectError, Endpoint, Error, Orchestrator, Peer};
 use ferrywire_host::topology::Topology;
+use ferrywire_net::beyond_this_host;
 
 use super::connect::{self, Listeners, Part};
 use super::layout;
@@ -315,12 +316,13 @@ pub fn reachable(gpu: u32, addresses: &[SocketAddr]) -> Outcome {
 
 /// The pairs of a pattern. The first pair is of the two first endpoints, which are already connected.
 fn pairs(pattern: Pattern, here: &[u32], there: &There) -> Outcome<Vec<Pair>> {
+    let nics = ferrywire_sys::nics::addresses().unwrap_or_default();
     let pair = |from: usize, to: usize| Pair {
         endpoint: from,
         home: from,
         gpu: here[from],
         peer_gpu: there[to].0,
-        addresses: there[to].1.clone(),
+        addresses: beyond_this_host(&nics, &there[to].1),
     };
     let pairs: Vec<Pair> = match pattern {
         Pattern::AllToAll => {
@@ -432,6 +434,16 @@ mod tests {
         assert_eq!(numbers(Pattern::Incast, &[4, 5], 3), Ok(vec![(0, 10), (1, 10)]));
         let said = numbers(Pattern::Bidir, &[4, 5], 1).expect_err("not as many").message();
         assert!(said.contains("2 endpoints") && said.contains("the peer 1 endpoint:"), "{said}");
+    }
+
+    /// Regression: the loopback address was dialled too, led to this host, and its error was reported.
+    #[test]
+    fn a_gpu_of_another_host_is_not_sought_at_addresses_of_this_host() {
+        let [own, far] = [[127, 0, 0, 1], [203, 0, 113, 1]].map(|ip| SocketAddr::from((ip, 7420)));
+        for (listens, dialled) in [(vec![own, far], vec![far]), (vec![own], vec![own])] {
+            let pairs = pairs(Pattern::Unidir, &[4], &[(10, listens)]);
+            assert_eq!(pairs.map(|pairs| pairs[0].addresses.clone()), Ok(dialled));
+        }
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! A rank of the first half: connects to its partners and drives, as `connect` does; rank 0 merges all measurements.
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::thread;
 use std::time::Instant;
@@ -8,6 +8,8 @@ use std::time::Instant;
 use ferrywire::orchestrator::Target;
 use ferrywire::{ConnectError, Error};
 use ferrywire_host::topology::Topology;
+use ferrywire_net::beyond_this_host;
+use ferrywire_sys::nics;
 
 use super::super::barrier::WaitNotice;
 use super::super::connect::{self, Listeners, Part};
@@ -23,7 +25,6 @@ use super::messages::{Entry, PairReport, Table};
 use super::pairs;
 use crate::exit::{self, Failure, Outcome};
 use crate::plan::{ConnectPlan, RanksPlan};
-use crate::sys;
 
 /// Starts the endpoint, and moves data once all ranks are ready.
 pub fn take_part(
@@ -220,12 +221,12 @@ pub fn blame(group: &Group, link: &Link, partner: u32, failure: &Failure) {
 /// Addresses of a rank, likely ones first. An address of another host that is also an address of this host is
 /// left out, because it would lead to this host.
 fn candidates(there: &Entry, boot_id: &str) -> Vec<SocketAddr> {
-    let same_host = there.boot_id == boot_id;
-    let own: Vec<IpAddr> = sys::nic_addresses().into_iter().map(|(_, address)| address).collect();
     let addresses = &there.place.addresses;
-    let leads_there =
-        |address: &&SocketAddr| same_host || !(address.ip().is_loopback() || own.contains(&address.ip()));
-    let mut likely: Vec<SocketAddr> = addresses.iter().filter(leads_there).copied().collect();
+    let mut likely = if there.boot_id == boot_id {
+        addresses.clone()
+    } else {
+        beyond_this_host(&nics::addresses().unwrap_or_default(), addresses)
+    };
     if likely.len() > 1 {
         let topology = Topology::detect();
         let near = |address: &SocketAddr| {
@@ -233,7 +234,7 @@ fn candidates(there: &Entry, boot_id: &str) -> Vec<SocketAddr> {
         };
         likely.sort_by_key(|address| (address.ip().is_loopback(), !near(address)));
     }
-    if likely.is_empty() { addresses.clone() } else { likely }
+    likely
 }
 
 fn rows(table: &Table) -> Vec<RankRow> {
