@@ -1,14 +1,18 @@
 //! Connects to a remote agent that has several addresses, without blocking.
 //!
 //! The addresses are tried one after the other; the next is tried before the first has answered, and the first
-//! connection wins. At first contact each address that cannot be reached is tried again until the timeout, because the
-//! network may still be being set up. An agent that was connected before, or that was waited for without success, counts
-//! as ended if it does not answer.
+//! connection wins. Addresses that lead to this host are left out unless the agent has no others: their answers would be
+//! taken for those of the agent. At first contact each address that cannot be reached is tried again until the timeout,
+//! because the network may still be being set up. An agent that was connected before, or that was waited for without
+//! success, counts as ended if it does not answer.
 //! Read next: `remote.rs`, which starts it.
 
+use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use ferrywire::{ConnectError, ConnectTarget, Connecting, Endpoint, Peer, Wakeup};
+use ferrywire_net::beyond_this_host;
+use ferrywire_net::tcp::TcpTransport;
 
 use crate::connection_info::ConnectionInfo;
 
@@ -18,7 +22,9 @@ const NEXT_AFTER: Duration = Duration::from_millis(250);
 const AGAIN_AFTER: Duration = Duration::from_millis(100);
 
 pub struct Dialing {
-    /// The addresses tried so far, in the order of the agent's list.
+    /// The addresses to try, in the order of the agent's list.
+    addresses: Vec<SocketAddr>,
+    /// The addresses tried so far, in the same order.
     tried: Vec<Tried>,
     /// When the next address is tried.
     next_at: Instant,
@@ -36,9 +42,11 @@ enum Tried {
 }
 
 impl Dialing {
-    pub fn new(timeout: Duration, first_contact: bool) -> Dialing {
+    pub fn new(to: &ConnectionInfo, timeout: Duration, first_contact: bool) -> Dialing {
         let now = Instant::now();
-        Dialing { tried: Vec::new(), next_at: now, began: now, timeout, first_contact }
+        let nics = TcpTransport::default().addresses().unwrap_or_default();
+        let addresses = beyond_this_host(&nics, &to.addresses);
+        Dialing { addresses, tried: Vec::new(), next_at: now, began: now, timeout, first_contact }
     }
 
     /// Makes progress on connecting; returns the outcome once there is one. Events make `wakeup` readable; later
@@ -59,25 +67,25 @@ impl Dialing {
             }
         }
         if now.duration_since(self.began) >= self.timeout {
-            return Some(Err(self.most_telling().unwrap_or_else(|| ConnectError::Stalled {
-                what: format!("connecting to any of {:?}", to.addresses),
+            return Some(Err(self.error_of_all().unwrap_or_else(|| ConnectError::Stalled {
+                what: format!("connecting to any of {:?}", self.addresses),
                 peer: None,
                 waited: self.timeout,
             })));
         }
-        let count = to.addresses.len();
+        let count = self.addresses.len();
         let has_pending = self.tried.iter().any(|tried| matches!(tried, Tried::Pending(_)));
         if self.tried.len() == count && !has_pending && (!self.first_contact || self.is_refused_by_all()) {
-            return self.most_telling().map(Err);
+            return self.error_of_all().map(Err);
         }
         if self.tried.len() < count && (now >= self.next_at || !has_pending) {
-            self.tried.push(attempt(endpoint, to, self.tried.len(), now));
+            self.tried.push(attempt(endpoint, to, self.addresses[self.tried.len()], now));
             self.next_at = now + NEXT_AFTER.min(self.timeout / count as u32);
         }
         let is_due = |tried: &Tried| matches!(tried, Tried::Failed(error, at) if may_pass(error) && now >= *at + AGAIN_AFTER);
-        for (index, tried) in self.tried.iter_mut().enumerate().filter(|_| self.first_contact) {
+        for (address, tried) in self.addresses.iter().zip(&mut self.tried).filter(|_| self.first_contact) {
             if is_due(tried) {
-                *tried = attempt(endpoint, to, index, now);
+                *tried = attempt(endpoint, to, *address, now);
             }
         }
         // A wakeup signals only once, so it is armed for each attempt again.
@@ -100,20 +108,13 @@ impl Dialing {
     /// Longest time between calls of [`Dialing::advance`].
     pub const PAUSE: Duration = Duration::from_millis(50);
 
-    /// The error of an address that answered, or else of any other.
-    fn most_telling(&mut self) -> Option<ConnectError> {
-        let tells = |error: &ConnectError| match error {
-            ConnectError::NoUsableNic { .. } => 0,
-            ConnectError::Unreachable { .. } => 1,
-            ConnectError::Invalid { .. } => 2,
-            ConnectError::Stalled { .. } => 3,
-            _ => 4,
-        };
+    /// The most informative error of the addresses tried.
+    fn error_of_all(&mut self) -> Option<ConnectError> {
         let errors = std::mem::take(&mut self.tried).into_iter().filter_map(|tried| match tried {
             Tried::Pending(_) => None,
             Tried::Failed(error, _) => Some(error),
         });
-        errors.rev().max_by_key(tells)
+        ConnectError::most_informative(errors)
     }
 }
 
@@ -123,8 +124,8 @@ fn may_pass(error: &ConnectError) -> bool {
 }
 
 /// Begins to connect to an address of the agent.
-fn attempt(endpoint: &Endpoint, to: &ConnectionInfo, index: usize, now: Instant) -> Tried {
-    let mut target = ConnectTarget::new(to.addresses[index]).identity(to.identity);
+fn attempt(endpoint: &Endpoint, to: &ConnectionInfo, address: SocketAddr, now: Instant) -> Tried {
+    let mut target = ConnectTarget::new(address).identity(to.identity);
     if !to.secret.is_empty() {
         target = target.secret(to.secret.clone());
     }
@@ -135,8 +136,24 @@ fn attempt(endpoint: &Endpoint, to: &ConnectionInfo, index: usize, now: Instant)
 mod tests {
     use super::*;
     use std::io;
-    use std::net::{SocketAddr, TcpListener, TcpStream};
+    use std::net::{TcpListener, TcpStream};
     use std::thread;
+
+    /// Dials until there is an outcome.
+    fn outcome(
+        dialing: &mut Dialing,
+        endpoint: &Endpoint,
+        to: &ConnectionInfo,
+    ) -> Result<Peer, ConnectError> {
+        let wakeup = Wakeup::new().unwrap();
+        loop {
+            if let Some(outcome) = dialing.advance(endpoint, to, &wakeup) {
+                return outcome;
+            }
+            wakeup.wait(Dialing::PAUSE).unwrap();
+            wakeup.clear();
+        }
+    }
 
     /// Closes the first connection, and forwards later ones to `to`.
     fn forward(listener: TcpListener, to: SocketAddr) {
@@ -162,15 +179,33 @@ mod tests {
         thread::spawn(move || forward(late, reached));
         let to = ConnectionInfo { identity: far.identity(), secret: Vec::new(), addresses };
         // Less than an attempt may take.
-        let mut dialing = Dialing::new(Duration::from_secs(4), true);
-        let wakeup = Wakeup::new().unwrap();
-        let outcome = loop {
-            if let Some(outcome) = dialing.advance(&near, &to, &wakeup) {
-                break outcome;
-            }
-            wakeup.wait(Dialing::PAUSE).unwrap();
-            wakeup.clear();
+        let mut dialing = Dialing::new(&to, Duration::from_secs(4), true);
+        outcome(&mut dialing, &near, &to).unwrap().close(Duration::from_secs(60)).unwrap();
+    }
+
+    /// Regression: with one port on all hosts the loopback address of a remote agent led to the agent of this host, which
+    /// refused the connection, and that was reported instead of the silence of the other host.
+    #[test]
+    fn an_agent_of_another_host_is_not_sought_on_this_host() {
+        let builder = || Endpoint::builder().channels(1).threads(1).secret("of both ends");
+        let near = builder().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
+        let own = near.listen_addresses()[0];
+        // No host has this address, which is for documentation.
+        let far = SocketAddr::from(([203, 0, 113, 1], own.port()));
+        let to = ConnectionInfo {
+            identity: ferrywire::Identity([7; 16]),
+            secret: Vec::new(),
+            addresses: vec![far, own],
         };
-        outcome.unwrap().close(Duration::from_secs(60)).unwrap();
+        for first_contact in [false, true] {
+            let mut dialing = Dialing::new(&to, Duration::from_secs(1), first_contact);
+            let error = outcome(&mut dialing, &near, &to).unwrap_err();
+            let (ConnectError::Unreachable { address: at, .. } | ConnectError::Stalled { what: at, .. }) =
+                &error
+            else {
+                panic!("{error}");
+            };
+            assert!(at.contains(&far.to_string()) && !at.contains(&own.to_string()), "{error}");
+        }
     }
 }

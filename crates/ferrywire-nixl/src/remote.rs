@@ -289,7 +289,8 @@ impl State {
             }
         }
         if let Link::Idle = self.link {
-            self.link = Link::Dialing(Dialing::new(timeout, !std::mem::replace(&mut self.dialled, true)));
+            let first_contact = !std::mem::replace(&mut self.dialled, true);
+            self.link = Link::Dialing(Dialing::new(&remote.info, timeout, first_contact));
             wakeup.wake();
         }
         None

@@ -157,6 +157,13 @@ fn a_target_whose_network_comes_up_later_is_reached() {
     case("FERRYWIRE", "first_contact");
 }
 
+/// Regression: nothing listens at the target's loopback address on this host, and it was dialled until the timeout.
+#[test]
+fn a_target_that_refuses_at_all_of_its_nics_is_not_dialled_again() {
+    let Some(said) = case("FERRYWIRE", "refused") else { return };
+    assert!(said.contains("refused: wrong secret"), "{said}");
+}
+
 #[test]
 fn a_nic_that_goes_down_costs_no_transfer() {
     case("FERRYWIRE", "nic_down");

@@ -67,8 +67,10 @@ class Target:
 
 
 class Initiator:
-    def __init__(self, name="initiator"):
-        self.agent = nixl_agent(name, nixl_agent_config(backends=[BACKEND]))
+    def __init__(self, name="initiator", **parameters):
+        self.agent = nixl_agent(name, nixl_agent_config(backends=[] if parameters else [BACKEND]))
+        if parameters:
+            self.agent.create_backend(BACKEND, parameters)
         self.registered = []
 
     def memory(self, size):
@@ -264,6 +266,19 @@ def first_contact():
     target.end()
 
 
+def refused():
+    """A target with another secret ends the first transfer long before the timeout."""
+    os.environ["FERRYWIRE_SECRET"] = "the secret of the target"
+    target = Target()
+    os.environ["FERRYWIRE_SECRET"] = "the secret of the initiator"
+    initiator = Initiator(connect_timeout="3600")
+    (base,), metadata = target.register(8)
+    initiator.agent.add_remote_agent(metadata)
+    source = initiator.memory(8)
+    assert initiator.move("WRITE", [(source.ctypes.data, 8)], [(base, 8)]).startswith("nixl")
+    target.end()
+
+
 def nic_down():
     """A NIC that goes down in mid-transfer costs no transfer."""
     target, initiator = Target(), Initiator()
@@ -390,5 +405,6 @@ def foreign():
 
 BACKEND, NAMESPACE, CASE = sys.argv[1:4]
 NICS = ("fw0", "fw1")
-{each.__name__: each for each in (moves, gpu, first_contact, restarted, nic_down, registrations, stopped, again, foreign)}[CASE]()
+CASES = (moves, gpu, first_contact, refused, restarted, nic_down, registrations, stopped, again, foreign)
+{each.__name__: each for each in CASES}[CASE]()
 print(f"{CASE}: good")
