@@ -254,6 +254,10 @@ impl TcpListener {
     ) -> io::Result<TcpListener> {
         let socket = new_socket(address)?;
         socket.set_reuse_address(true)?;
+        if address.is_ipv6() && address.ip().is_unspecified() {
+            // `net.ipv6.bindv6only` may confine it to IPv6, and endpoints advertise the IPv4 addresses too.
+            socket.set_only_v6(false)?;
+        }
         socket.bind(&address.into())?;
         socket.listen(BACKLOG)?;
         let local = ip_address(&socket.local_addr()?)?;

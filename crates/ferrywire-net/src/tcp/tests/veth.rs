@@ -244,6 +244,29 @@ fn a_link_local_address_is_bound_to_with_its_link() {
     assert!(dialled.local().ip().to_string().starts_with("fe80::"), "{}", dialled.local());
 }
 
+/// Regression: where the host confines IPv6 sockets to IPv6, nothing listened on the IPv4 addresses that an endpoint on
+/// `[::]` advertises.
+#[test]
+fn a_listener_on_every_address_takes_ipv4_too_where_the_host_confines_ipv6_sockets() {
+    let Some(namespaces) = Namespaces::new() else {
+        return;
+    };
+    let confined = || fs::write("/proc/sys/net/ipv6/bindv6only", "1");
+    if within(&namespaces.near, confined).is_err() {
+        return println!("SKIPPED: needs IPv6");
+    }
+    let any = SocketAddr::new(Ipv6Addr::UNSPECIFIED.into(), 0);
+    within(&namespaces.near, || {
+        let transport = TcpTransport::default();
+        let mut listener = transport.listen(any).unwrap();
+        let mut dialled = transport.connect(None, localhost(listener.local().port()), &bulk()).unwrap();
+        // Fails on a connection that is refused.
+        send_all(&mut dialled, &mut pattern(1));
+        let accepted = accept(listener.as_mut());
+        assert_eq!(accepted.remote(), dialled.local());
+    });
+}
+
 #[test]
 fn exhausted_ports_are_reported_with_their_address() {
     let Some(namespaces) = Namespaces::new() else {
