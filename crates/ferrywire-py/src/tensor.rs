@@ -8,6 +8,7 @@ use std::ffi::CStr;
 
 use ferrywire::{Error, MemoryLocation};
 use pyo3::buffer::PyUntypedBuffer;
+use pyo3::exceptions::PyRuntimeError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyDict, PyMemoryView};
@@ -234,10 +235,23 @@ fn of_torch(what: &str, object: &Bound<'_, PyAny>) -> PyResult<Option<View>> {
     let items: usize = kept.call_method0(intern!(py, "numel"))?.extract()?;
     let item_bytes: usize = kept.call_method0(intern!(py, "element_size"))?.extract()?;
     let data_ptr = kept.getattr(intern!(py, "data_ptr"))?;
-    let address: usize = data_ptr.call0()?.extract()?;
+    let len_bytes = items * item_bytes;
+    // A tensor that wraps others, such as a DTensor, has no storage: the call returns 0 or raises.
+    let address: usize = match data_ptr.call0() {
+        Ok(address) => address.extract()?,
+        Err(error) if error.is_instance_of::<PyRuntimeError>(py) => 0,
+        Err(error) => return Err(error),
+    };
+    if address == 0 && len_bytes > 0 {
+        let why = format!(
+            "a {} has no memory of its own: pass the tensor that it wraps, of a DTensor x.to_local()",
+            object.get_type().name()?
+        );
+        return Err(usage(py, what, why));
+    }
     Ok(Some(View {
         address: address as *mut u8,
-        len_bytes: items * item_bytes,
+        len_bytes,
         writable: true,
         framework: Framework::Torch,
         keeper: Keeper::Objects { _objects: vec![kept.unbind()] },

@@ -152,6 +152,47 @@ def test_a_fetch_of_tensors_of_pytorch_without_it_is_an_error_that_says_so(pair:
             fw.fetch(pair.near, pair.to_far, told, device="cuda")
 
 
+class Wrapper:
+    """As a DTensor of PyTorch is: it has a shape, and its memory is that of the tensors it wraps."""
+
+    device, layout = types.SimpleNamespace(type="cpu"), "torch.strided"
+
+    def __init__(self, raises: bool):
+        self.raises = raises
+
+    def data_ptr(self) -> int:
+        if self.raises:
+            raise RuntimeError("Cannot access data pointer of Tensor that doesn't have storage")
+        return 0
+
+    def detach(self) -> Wrapper:
+        return self
+
+    def numel(self) -> int:
+        return 4
+
+    def element_size(self) -> int:
+        return 8
+
+    def is_contiguous(self) -> bool:
+        return True
+
+    def is_conj(self) -> bool:
+        return False
+
+    is_neg = is_conj
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_tensor_that_wraps_others_is_refused_with_the_way_to_its_memory(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, raises: bool
+):
+    """Regression: the null pointer was the error, or one that is no error of ferrywire."""
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(Tensor=Wrapper))
+    with pytest.raises(fw.UsageError, match=r"^memory: a Wrapper has no memory of its own: .* x\.to_local\(\)$"):
+        pair.near.register(Wrapper(raises))
+
+
 PEER = """
 import ferrywire as fw, numpy as np, sys
 endpoint = fw.Endpoint("127.0.0.1:0")
