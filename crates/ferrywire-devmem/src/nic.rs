@@ -219,7 +219,8 @@ impl Claim {
         }
     }
 
-    /// Removes rules of this claim; waits for the journal's lock once, at most `within`.
+    /// Removes rules of this claim; waits for the journal's lock at most `within`, and as long again if the journal has to be
+    /// made again.
     pub(super) fn unsteer_all(&mut self, rules: Vec<Rule>, within: Duration) -> Result<(), NotRemoved> {
         let kept = self.keep_journal(within);
         let mut locked = match kept.and_then(|()| self.journal.lock_within(within, &self.end_by)) {
@@ -314,8 +315,8 @@ impl Claim {
         NicError::setting(&self.nic, "steer a connection to a claimed queue", hint, error)
     }
 
-    /// Removes the claim's rules and binding, and restores settings that no other claim needs. Waits for the journal's
-    /// lock once; if that takes too long, only the binding ends and the rest is left as after a kill.
+    /// Removes the claim's rules and binding, and restores settings that no other claim needs. If the journal's lock cannot
+    /// be had in time, only the binding ends and the rest is left as after a kill.
     fn end(&mut self) -> Result<Vec<String>, NicError> {
         // The claim's lock is kept until the binding has ended: a process that finds a dead claim expects no
         // binding of it.
@@ -340,9 +341,12 @@ impl Claim {
 }
 
 /// Keeps the journal's settings in memory, should another program delete the journal. If they cannot be read, the last
-/// known ones stay.
+/// known ones stay; so they do if there are none, since a claim's settings stay recorded while it lives: the journal is being
+/// deleted.
 fn remember(settings: &mut Settings, locked: &mut Locked<'_>) {
-    if let Ok(recorded) = locked.settings(true) {
+    if let Ok(recorded) = locked.settings(true)
+        && !recorded.is_empty()
+    {
         *settings = recorded;
     }
 }

@@ -262,7 +262,7 @@ fn reach(topology: &Topology) -> Vec<Finding> {
             possible.unsupported_reason.iter().chain(&possible.missing).map(String::as_str).collect();
         let found = |evidence: String| Finding::ok("devmem", &nic.name, evidence);
         match (possible.receives, possible.is_possible(), words.is_empty()) {
-            (None, ..) => found(format!("devmem TCP: unknown: {}", words.join("; ")))
+            (None, ..) if !possible.is_ruled_out() => found(format!("devmem TCP: unknown: {}", words.join("; ")))
                 .at(Level::Note)
                 .fix("run doctor as root or with CAP_NET_ADMIN, outside of containers; on Linux 6.12 to 6.14 try --transport devmem"),
             (_, true, true) => found("devmem TCP: possible".to_owned()),

@@ -238,7 +238,7 @@ fn nic_json(nic: &Nic) -> Value {
 
 fn devmem_json(found: &Possible) -> Value {
     json!({
-        "possible": found.receives.map(|_| found.is_possible()),
+        "possible": (found.receives.is_some() || found.is_ruled_out()).then(|| found.is_possible()),
         "receives": found.receives,
         "sends": found.sends,
         "free_queues": found.free_queues,
@@ -250,7 +250,7 @@ fn devmem_json(found: &Possible) -> Value {
 /// Whether a NIC supports devmem TCP, as text for the table.
 fn answer(found: &Possible) -> &'static str {
     match (found.receives, found.is_possible(), found.missing.is_empty()) {
-        (None, ..) => "unknown",
+        (None, ..) if !found.is_ruled_out() => "unknown",
         (_, false, _) => "no",
         (_, true, true) => "yes",
         (_, true, false) => "with setup",

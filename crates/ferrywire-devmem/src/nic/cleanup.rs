@@ -5,9 +5,9 @@
 //! Read next: `../nic.rs`, for claims.
 
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use super::directories;
+use super::directories::{self, Directory};
 use super::error::{NicError, queues_in_words};
 use super::journal::{self, Journal};
 use super::kernel::Host;
@@ -42,16 +42,17 @@ pub fn clean_up() -> CleanUp {
 
 /// Like [`clean_up`], for journals in another directory.
 pub fn clean_up_in(directory: &Path) -> CleanUp {
-    clean_up_all(&[directory.to_owned()])
+    clean_up_all(&[Directory { path: directory.to_owned(), is_ours: true }])
 }
 
-pub(super) fn clean_up_all(directories: &[PathBuf]) -> CleanUp {
+pub(super) fn clean_up_all(directories: &[Directory]) -> CleanUp {
     let mut done = CleanUp::default();
-    for directory in directories {
+    for Directory { path: directory, is_ours } in directories {
         let cleaned = match directories::other_owner(directory) {
-            Ok(Some(user)) => report_left(directory, user, &mut done),
+            Ok(owner) if !is_ours || owner.is_some() => report_left(directory, owner, &mut done),
             // Reading a folder that cannot be entered fails below, with the reason.
-            Ok(None) | Err(_) => clean_directory(directory, &mut done),
+            Err(_) if !is_ours => report_left(directory, None, &mut done),
+            Ok(_) | Err(_) => clean_directory(directory, &mut done),
         };
         if let Err(error) = cleaned {
             done.fail(not_read(directory, &error));
@@ -86,13 +87,14 @@ fn clean_directory(directory: &Path, done: &mut CleanUp) -> io::Result<()> {
     Ok(())
 }
 
-/// Reports what dead processes of another user have left, without changing anything: see the invariant of
-/// `directories.rs`.
-pub(super) fn report_left(directory: &Path, user: u32, done: &mut CleanUp) -> io::Result<()> {
+/// Reports what dead processes have left, without changing anything: see the invariant of `directories.rs`. `user` is the
+/// directory's owner, if that is known and another one.
+pub(super) fn report_left(directory: &Path, user: Option<u32>, done: &mut CleanUp) -> io::Result<()> {
+    let whose = user.map_or_else(|| "an earlier run".to_owned(), |user| format!("a run of user {user}"));
     for nic in journal::nics(directory)? {
         if nics::index(&nic).is_some() && journal::is_left(directory, &nic)? {
             done.fail(format!(
-                "NIC {nic}: a run of user {user} has left changes, recorded in {}: run ferrywire topo --clean-up as that user",
+                "NIC {nic}: {whose} has left changes, recorded in {}: run ferrywire topo --clean-up as that user",
                 directory.display()
             ));
         }

@@ -211,7 +211,8 @@ impl Journal {
         let Err(error) = make(&self.folder) else { return Ok(()) };
         let Some(name) = self.folder.file_name() else { return Err(self.failed("make again", &error)) };
         let folder = self.replacement.join(name);
-        make(&folder).map_err(|_| self.failed("make again", &error))?;
+        let made = directories::make_private(&self.replacement).and_then(|()| make(&folder));
+        made.map_err(|_| self.failed("make again", &error))?;
         self.folder = folder;
         Ok(())
     }

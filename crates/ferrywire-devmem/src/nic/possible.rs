@@ -37,6 +37,11 @@ pub struct Possible {
 }
 
 impl Possible {
+    /// Whether no claim would succeed, whatever else is unknown.
+    pub fn is_ruled_out(&self) -> bool {
+        self.receives == Some(false) || self.steers == Some(false)
+    }
+
     /// Whether a claim on a queue of the NIC would succeed, as far as is known.
     pub fn is_possible(&self) -> bool {
         self.receives == Some(true) && self.steers != Some(false) && self.free_queues > 0

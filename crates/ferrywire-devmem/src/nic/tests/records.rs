@@ -2,6 +2,8 @@
 
 use super::*;
 use cleanup::clean_up_all;
+use directories::Directory;
+use std::os::unix::fs::{DirBuilderExt, symlink};
 
 /// Regression: only one directory was searched, so a user's clean-up missed root's records and reported success.
 #[test]
@@ -13,7 +15,8 @@ fn a_clean_up_searches_every_directory_and_fails_if_one_cannot_be_read() {
     let of_nic = open.join(format!("{}-gone0", journal::namespace().expect("a namespace")));
     std::fs::create_dir_all(&of_nic).expect("a folder");
     std::fs::write(of_nic.join("settings"), "whatever").expect("a file");
-    let CleanUp { reported, failed } = clean_up_all(&[closed.clone(), open]);
+    let ours = |path: &std::path::Path| Directory { path: path.to_owned(), is_ours: true };
+    let CleanUp { reported, failed } = clean_up_all(&[ours(&closed), ours(&open)]);
     assert!(failed, "{reported:?}");
     assert!(reported[0].contains(&format!("earlier runs in {}", closed.display())), "{reported:?}");
     assert!(reported[1].contains("gone0 is gone"), "{reported:?}");
@@ -27,20 +30,67 @@ fn root_searches_the_directories_of_all_users() {
     for user in ["1000", "7"] {
         std::fs::create_dir(users.path().join(user)).expect("a folder");
     }
+    let shared = tempfile::tempdir().expect("a folder");
+    std::fs::create_dir(shared.path().join("ferrywire-7")).expect("a folder");
     let found = |environment: Option<&str>, user| {
         let environment = environment.map(|runtime| users.path().join(runtime).join("ferrywire/devmem"));
-        let all = directories::candidates(environment, users.path(), user);
-        let names = all.iter().map(|path| path.strip_prefix(users.path()).unwrap_or(path).display());
-        names.map(|name| name.to_string().replace("/ferrywire/devmem", "")).collect::<Vec<_>>()
+        let all = directories::candidates(environment, users.path(), shared.path(), user);
+        let name = |Directory { path, is_ours }: &Directory| {
+            let path = path.strip_prefix(users.path()).unwrap_or(path);
+            let path = path.strip_prefix(shared.path()).unwrap_or(path);
+            let name = path.display().to_string().replace("/ferrywire/devmem", "").replace("/devmem", "");
+            if *is_ours { name } else { format!("{name}, only read") }
+        };
+        all.iter().map(name).collect::<Vec<_>>()
     };
-    assert_eq!(found(None, 0), ["/run", "1000", "7"]);
-    assert_eq!(found(Some("7"), 0), ["/run", "7", "1000"], "each once");
+    let of_users = ["1000, only read", "7, only read", "ferrywire-7, only read"];
+    assert_eq!(found(None, 0), [&["/run"], &of_users[..]].concat());
+    let first = ["/run", "7, only read", "1000, only read", "ferrywire-7, only read"];
+    assert_eq!(found(Some("7"), 0), first, "each once");
     assert_eq!(found(Some("other"), 7), ["/run", "other", "7"], "a user's own, and root's");
+}
+
+/// Regression: root followed links in the directories of other users, and wrote where they led.
+#[test]
+fn what_lies_in_the_directory_of_another_user_is_never_changed_by_root() {
+    let (users, target) = (tempfile::tempdir().expect("a folder"), tempfile::tempdir().expect("a folder"));
+    std::fs::create_dir_all(users.path().join("1000/ferrywire")).expect("a folder");
+    symlink(target.path(), users.path().join("1000/ferrywire/devmem")).expect("a link");
+    let record = target.path().join(format!("{}-lo", journal::namespace().expect("a namespace")));
+    std::fs::create_dir(&record).expect("a folder");
+    std::fs::write(record.join("settings"), "whatever").expect("a file");
+    let shared = tempfile::tempdir().expect("a folder");
+    let all = directories::candidates(None, users.path(), shared.path(), 0);
+    let CleanUp { reported, failed } = clean_up_all(&all[1..]);
+    assert!(failed && reported[0].contains("NIC lo: an earlier run has left changes"), "{reported:?}");
+    let files = std::fs::read_dir(&record).expect("a folder").map(|file| file.expect("a file").file_name());
+    assert_eq!(files.collect::<Vec<_>>(), ["settings"]);
+}
+
+/// Regression: a folder that another user had made in /tmp was used for records of settings.
+#[test]
+fn a_folder_in_tmp_that_others_can_change_is_not_used() {
+    let shared = tempfile::tempdir().expect("a folder");
+    let private = |name: &str| shared.path().join(name).join("devmem");
+    std::fs::DirBuilder::new().mode(0o777).create(shared.path().join("open")).expect("a folder");
+    std::fs::set_permissions(shared.path().join("open"), std::os::unix::fs::PermissionsExt::from_mode(0o777))
+        .expect("a mode");
+    symlink(shared.path(), shared.path().join("link")).expect("a link");
+    for name in ["open", "link"] {
+        let error = directories::make_private(&private(name)).unwrap_err();
+        assert!(error.to_string().contains("only this user can enter"), "{name}: {error}");
+    }
+    for _ in 0..2 {
+        directories::make_private(&private("own")).expect("it is made once, and found again");
+    }
+    symlink(shared.path(), shared.path().join("ferrywire-1000")).expect("a link");
+    let all = directories::candidates(None, shared.path(), shared.path(), 1000);
+    assert_eq!(all.len(), 2, "root's and that of the user's runtime directory: {all:?}");
 }
 
 #[test]
 fn changes_recorded_by_another_user_are_reported_and_left() {
-    const USER: u32 = 1234;
+    const USER: Option<u32> = Some(1234);
     let nic = Nic::new(untouched());
     let report = || {
         let mut done = CleanUp::default();
@@ -65,7 +115,7 @@ fn a_journal_that_is_deleted_while_its_claim_lives_is_made_again() {
     for for_good in [false, true] {
         let (nic, elsewhere) = (Nic::new(untouched()), tempfile::tempdir().expect("a folder"));
         let mut claim = nic.claim(&wish(1, true)).expect("allowed");
-        claim.journal.replacement = elsewhere.path().join("devmem");
+        claim.journal.replacement = elsewhere.path().join("private/devmem");
         claim.steer(end(PAIR[0]), end(PAIR[1])).expect("room");
         nic.delete_journal(for_good);
         claim.bind(fake::some_file().as_fd()).expect("header split is on");
@@ -73,7 +123,7 @@ fn a_journal_that_is_deleted_while_its_claim_lives_is_made_again() {
         claim.unsteer(rule);
         drop(claim);
         assert_eq!(nic.state(), untouched(), "for good: {for_good}");
-        assert_eq!(elsewhere.path().join("devmem").exists(), for_good);
+        assert_eq!(elsewhere.path().join("private/devmem").exists(), for_good);
     }
 }
 
