@@ -7,7 +7,7 @@ use crate::devmem::Ends;
 use crate::nics::Knob;
 use crate::vm::{Hosts, LIMIT};
 use crate::world::{Raw, contents};
-use ferrywire::{Error, Peer, TransferError};
+use ferrywire::{Error, Peer, RegisterError, TransferError};
 use ferrywire_memory::sim::SimGpu;
 use ferrywire_memory::unpack::UnpackMode;
 use std::thread;
@@ -174,20 +174,31 @@ fn nothing_is_placed_into_memory_of_a_gpu_whose_region_is_taken_back() {
             }
         }
         until("some of both to wait for the GPU", || received() >= before + 4 * WRITE_BYTES);
-        let memories = thread::scope(|scope| {
+        let taken = thread::scope(|scope| {
             let taking = targets.map(|(mut memory, region, deregisters)| {
                 scope.spawn(move || {
-                    match deregisters {
-                        true => region.deregister().unwrap(),
-                        false => drop(region),
+                    if deregisters {
+                        let again = region.clone();
+                        let error = region.deregister().unwrap_err();
+                        let RegisterError::ResourceBusy { by, .. } = &error else { panic!("{error}") };
+                        assert!(by.contains("simulated GPU 1"), "{error}");
+                        return (memory, Some(again));
                     }
+                    drop(region);
                     memory.bytes().fill(REUSED);
-                    memory
+                    (memory, None)
                 })
             });
             taking.map(|taking| taking.join().unwrap())
         });
         gpu.set_stall(false);
+        let memories = taken.map(|(mut memory, busy)| {
+            if let Some(region) = busy {
+                region.deregister().unwrap();
+                memory.bytes().fill(REUSED);
+            }
+            memory
+        });
         for write in writes {
             let error = write.wait(LIMIT).unwrap_err();
             assert!(matches!(error, TransferError::AccessRefused { .. }), "{error}");

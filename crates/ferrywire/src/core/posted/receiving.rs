@@ -191,12 +191,13 @@ impl Receiving {
             };
             match lane.test_recv(receive.ticket) {
                 Step::Done => {}
+                Step::Pending if now.saturating_sub(self.moved_at) <= self.stall_timeout => return Ok(()),
                 // The peer cannot send into a full pool, which this end's GPU has to empty.
                 Step::Pending if lane.holds_payload() => {
                     self.moved_at = now;
                     return Ok(());
                 }
-                Step::Pending if now.saturating_sub(self.moved_at) > self.stall_timeout => {
+                Step::Pending => {
                     let bytes = frame.arrival.header.len;
                     pass.stalled = true;
                     return Err(format!(
@@ -205,7 +206,6 @@ impl Receiving {
                         seconds(self.stall_timeout)
                     ));
                 }
-                Step::Pending => return Ok(()),
                 Step::Closing(why) => {
                     let number = receive.number;
                     self.closing_results += 1;
