@@ -105,6 +105,7 @@ impl Link {
     }
 
     pub(super) fn fenced_by_peer(&mut self, index: u16, generation: u32, theirs: PeerFence, now: Duration) {
+        let any_is_up = self.any_is_up();
         let Some(record) = self.channels.get_mut(index) else { return };
         let is_current = record.generation == generation;
         match &mut record.state {
@@ -121,7 +122,10 @@ impl Link {
         record.close_generation(generation);
         if is_current && record.state.is_coming() {
             // The connection that is being set up is fenced already.
-            record.go_down(generation, now + limits::REDIAL_INTERVAL);
+            match record.state {
+                ChannelState::Lane => record.lane_not_set_up(generation, any_is_up, now),
+                _ => record.go_down(generation, now + limits::REDIAL_INTERVAL),
+            }
             self.lanes.drop_setup(index);
         }
         // This end never had that connection, so nothing was sent or placed over it.
