@@ -146,8 +146,8 @@ impl Remote {
         }
     }
 
-    /// Sends a notification after everything that was posted before it. Where it has to wait for a connection, a transfer `of`
-    /// which it is is in progress until then.
+    /// Sends a notification after everything that was posted before it. If it has to wait for a connection, the transfer `of`
+    /// that it belongs to, if any, stays in progress until then.
     pub fn notify(
         &self,
         sender: &[u8],
@@ -202,9 +202,14 @@ impl Remote {
                         Waiting::Post(transfer, post) => {
                             transfer.upgrade().into_iter().for_each(|transfer| transfer.start(&peer, post));
                         }
-                        Waiting::Notify(parts, of) => {
-                            let status = state.send(&self.name, &peer, &parts);
-                            end(of, status);
+                        Waiting::Notify(parts, None) => drop(state.send(&self.name, &peer, &parts)),
+                        Waiting::Notify(parts, Some((transfer, post))) => {
+                            // A transfer that was released meanwhile may have been made again, with the same notification.
+                            if let Some(transfer) = transfer.upgrade().filter(|each| each.is_notifying(post))
+                            {
+                                let status = state.send(&self.name, &peer, &parts);
+                                transfer.notified(post, status);
+                            }
                         }
                     }
                 }
@@ -331,7 +336,11 @@ impl State {
                 Waiting::Post(transfer, post) => {
                     transfer.upgrade().into_iter().for_each(|transfer| transfer.fail_waiting(post));
                 }
-                Waiting::Notify(_, of) => end(of, Status::REMOTE_DISCONNECT),
+                Waiting::Notify(_, of) => {
+                    let of = of.and_then(|(transfer, post)| Some((transfer.upgrade()?, post)));
+                    of.into_iter()
+                        .for_each(|(transfer, post)| transfer.notified(post, Status::REMOTE_DISCONNECT));
+                }
             }
         }
         if !self.removed {
@@ -343,15 +352,6 @@ impl State {
                 "notifications were not sent: there was no connection yet when the remote agent was removed"
             );
         }
-    }
-}
-
-/// Ends the transfer whose notification has been sent, or never will be.
-fn end(of: Option<(Weak<Transfer>, u64)>, status: Status) {
-    if let Some((transfer, post)) = of
-        && let Some(transfer) = transfer.upgrade()
-    {
-        transfer.notified(post, status);
     }
 }
 

@@ -273,6 +273,12 @@ impl Transfer {
         };
     }
 
+    /// Whether the bytes of this post have arrived, and its notification is not sent yet.
+    pub fn is_notifying(&self, post: u64) -> bool {
+        let phase = self.phase();
+        phase.post == post && matches!(phase.step, Step::Notifying)
+    }
+
     /// Ends a post whose bytes have arrived, and whose notification waited for a connection.
     pub fn notified(&self, post: u64, status: Status) {
         let mut phase = self.phase();
