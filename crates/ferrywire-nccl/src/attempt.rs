@@ -34,7 +34,7 @@ use crate::unreachable_paths;
 
 /// Time without a poll after which an attempt may be abandoned.
 const LEFT_AFTER: Duration = Duration::from_secs(30);
-/// Time for which an attempt is kept after it was found unpolled: the whole process may have been stopped.
+/// Time for which an attempt or a listener is kept after it was found unpolled: the whole process may have been stopped.
 pub const DOUBTED_FOR: Duration = Duration::from_secs(5);
 /// Time within which the peer's kernel must answer a pair of NICs if it has answered another pair; else the pair is
 /// left out.

@@ -22,9 +22,10 @@
 //!
 //! `tables` (the functions that NCCL calls), `properties` and `device` (NICs) and `merged` (several NICs as one
 //! device), `channels` (the number of rings), `attempt` and `listener` (setting up a comm) with `pairs`,
-//! `unreachable_paths`, `handle`, `proof`, `acceptor` and `sweeper` (threads during set-up), `comm` (requests), `sending` and `receiving`, `header` (the wire format),
-//! `encryption`, `wire` (one socket) and `link` (its name in errors), `pool` and `worker` (the threads that move bulk; `ranks` and
-//! `settings`: how many). `failure` and `log` report errors, `metrics` counts.
+//! `unreachable_paths`, `handle`, `proof`, `acceptor` and `sweeper` (threads during set-up), `comm` (requests), `sending` and
+//! `receiving`, `header` (the wire format), `encryption`, `wire` (one socket) and `link` (its name in errors), `pool` and
+//! `worker` (the threads that move bulk; `ranks` and `settings`: how many). `failure` and `log` report errors, `metrics`
+//! counts.
 
 mod acceptor;
 mod affinity;

@@ -107,7 +107,10 @@ impl ListenComm {
         let (reception, ended, doubted) = (Some(reception), false, None);
         let listening = Arc::new(Mutex::new(Listening { reception, communicator, ended, doubted }));
         if communicator != 0 {
-            locked(&LISTENERS).push(Arc::downgrade(&listening));
+            let mut listeners = locked(&LISTENERS);
+            // NCCL has closed most of them.
+            listeners.retain(|listening| listening.strong_count() > 0);
+            listeners.push(Arc::downgrade(&listening));
         }
         if waits_for_connect {
             acceptor::serve(Arc::downgrade(&listening))?;

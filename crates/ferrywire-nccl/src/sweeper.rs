@@ -1,4 +1,5 @@
-//! The thread that closes what NCCL has abandoned: it says so in few cases, and in the others nothing is called any more.
+//! The thread that closes connections and listeners which NCCL has abandoned. NCCL rarely says that it has: it just never calls
+//! the plugin for them again.
 //!
 //! Invariant: while something may be abandoned, the thread looks every [`INTERVAL`]; otherwise it sleeps.
 
@@ -34,7 +35,7 @@ static SWEEPER: Mutex<Sweeper> = Mutex::new(Sweeper { sweeps: Vec::new(), thread
 /// Signalled when the thread is no longer idle.
 static BEGUN: Condvar = Condvar::new();
 
-/// Makes the thread call `sweep` until nothing of it is left. If the thread cannot be started, only calls of NCCL close what is
+/// Makes the thread call `sweep` until it returns false. If the thread cannot be started, only calls of NCCL close what is
 /// abandoned.
 pub fn watch(sweep: Sweep) {
     let mut sweeper = locked(&SWEEPER);
