@@ -37,7 +37,7 @@ fn an_acknowledgement_goes_with_a_short_frame_that_is_being_copied() {
     let near = end().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
     let far = end().build().unwrap();
     let (here, there) = connected(&near, &far);
-    // No other test's.
+    let _only = crate::only_user_of_gpu(3);
     let gpu = SimGpu::open(3).unwrap();
     let ours = near.alloc_sim(3, 4096).unwrap();
     let [to, from] = [near.alloc_host(64).unwrap(), far.alloc_host(4096).unwrap()];
@@ -586,8 +586,8 @@ fn memory_of_a_stalled_gpu_is_not_touched_when_its_region_is_dropped() {
 #[test]
 fn memory_of_a_stalled_gpu_into_which_only_a_short_message_is_copied_costs_no_channel() {
     let pair = pair();
-    // No other test's.
-    let gpu = SimGpu::open(13).unwrap();
+    let _only = crate::only_user_of_gpu(3);
+    let gpu = SimGpu::open(3).unwrap();
     let buffer = gpu.alloc(4096, 4096).unwrap();
     // SAFETY: the buffer stays until the end.
     let target = unsafe { pair.ends[1].register_raw(buffer.as_ptr(), 4096) }.unwrap();
@@ -609,7 +609,7 @@ fn memory_of_a_stalled_gpu_into_which_only_a_short_message_is_copied_costs_no_ch
 #[test]
 fn receives_of_a_peer_that_ends_beside_a_stalled_gpu_fail_with_the_peers_error() {
     let pair = pair();
-    // No other test's.
+    let _only = crate::only_user_of_gpu(14);
     let gpu = SimGpu::open(14).unwrap();
     let [on_gpu, host] = [pair.ends[0].alloc_sim(14, 4096).unwrap(), pair.ends[0].alloc_host(4096).unwrap()];
     let source = pair.ends[1].register(vec![7; 4096]).unwrap();

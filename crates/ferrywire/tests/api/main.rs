@@ -29,10 +29,10 @@ mod unmapped;
 mod wakeups;
 mod withdrawn;
 
-use ferrywire::{Builder, Endpoint, Peer};
+use ferrywire::{Builder, Endpoint, Peer, limits::SIM_GPUS_MAX};
 use ferrywire_net::tcp::{TcpTransport, ZeroCopyPolicy};
 use std::process::Command;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// Longest any single wait may be, however busy the machine is.
@@ -45,6 +45,12 @@ const ZERO_COPY: &str = "FERRYWIRE_TEST_ZERO_COPY";
 fn builder() -> Builder {
     let tcp = || TcpTransport::default().zero_copy(ZeroCopyPolicy::Always);
     if sockets_copy() { Endpoint::builder() } else { Endpoint::builder().transport(Arc::new(tcp())) }
+}
+
+/// Keeps a simulated GPU for one test: there are fewer than tests that make one stand still.
+fn only_user_of_gpu(index: u32) -> MutexGuard<'static, ()> {
+    static USED: [Mutex<()>; SIM_GPUS_MAX] = [const { Mutex::new(()) }; SIM_GPUS_MAX];
+    USED[index as usize].lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn sockets_copy() -> bool {

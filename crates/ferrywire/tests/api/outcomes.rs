@@ -366,6 +366,7 @@ fn both_ends_tell_the_same_outcome_over_a_plugin() {
 /// Sends of messages that no receive had ended with `Ok`, and reused memory was sent.
 #[test]
 fn both_ends_report_the_same_outcome() {
+    let _only = crate::only_user_of_gpu(GPUS[0][0]);
     let _open = open(GPUS[0]);
     thread::scope(|scope| {
         for cell in Cell::all() {
@@ -411,8 +412,8 @@ fn a_short_message_whose_receive_has_lost_its_memory_is_for_the_next_receive() {
 /// Regression: this message was lost too.
 #[test]
 fn a_short_message_whose_receive_has_lost_its_gpu_is_for_the_next_receive() {
-    // No other test's.
     const GPU: u32 = 3;
+    let _only = crate::only_user_of_gpu(GPU);
     let gpu = SimGpu::open(GPU).unwrap();
     let pair = crate::pair();
     let on_gpu = pair.ends[1].alloc_sim(GPU, 100).unwrap();
