@@ -25,6 +25,9 @@ use std::time::Duration;
 /// Bytes after which a pass takes no further message: the CPU may have to copy each, and the worker has other
 /// lanes, and requests to release memory.
 const BYTES_PER_PASS: u64 = 1 << 20;
+/// Time without progress after which the lane is asked whether this end holds payload, which takes a lock that the lanes of a
+/// NIC share.
+const HELD_ASKED_APART: Duration = Duration::from_secs(1);
 
 /// A frame whose bytes in the stream have all arrived.
 pub(crate) struct Arrival {
@@ -191,13 +194,14 @@ impl Receiving {
             };
             match lane.test_recv(receive.ticket) {
                 Step::Done => {}
-                Step::Pending if now.saturating_sub(self.moved_at) <= self.stall_timeout => return Ok(()),
                 // The peer cannot send into a full pool, which this end's GPU has to empty.
-                Step::Pending if lane.holds_payload() => {
+                Step::Pending
+                    if now.saturating_sub(self.moved_at) >= HELD_ASKED_APART && lane.holds_payload() =>
+                {
                     self.moved_at = now;
                     return Ok(());
                 }
-                Step::Pending => {
+                Step::Pending if now.saturating_sub(self.moved_at) > self.stall_timeout => {
                     let bytes = frame.arrival.header.len;
                     pass.stalled = true;
                     return Err(format!(
@@ -206,6 +210,7 @@ impl Receiving {
                         seconds(self.stall_timeout)
                     ));
                 }
+                Step::Pending => return Ok(()),
                 Step::Closing(why) => {
                     let number = receive.number;
                     self.closing_results += 1;
