@@ -7,8 +7,8 @@
 //!   /tmp/ferrywire-1000/devmem           a user, once the runtime directory of a run was deleted, as at logout
 //! ```
 //!
-//! Invariant: root writes only to root's directory, and in the others only reads: a user can exchange a part of such a path
-//! for a link at any moment, so that no check of its owner would hold.
+//! Invariant: root writes only to directories in which no other user can change anything, and in the others only reads: a user
+//! can exchange a part of such a path for a link at any moment, so that no check of its owner would hold.
 //! Read next: `journal.rs`, the contents; `cleanup.rs`, which searches all of them.
 
 use std::fs::{self, DirBuilder};
@@ -36,18 +36,26 @@ pub(super) struct Directory {
 /// directory, the others follow it.
 pub(super) fn writable() -> PathBuf {
     let system = PathBuf::from(SYSTEM);
-    let left_to = replacement();
-    match of_environment() {
-        _ if user() != ROOT && left_to.is_dir() && make_private(&left_to).is_ok() => left_to,
-        Some(own) if make(&system).is_err() => own,
-        _ => system,
+    if make(&system).is_ok() {
+        return system;
     }
+    let left_to = replacement();
+    if has_moved(&left_to) {
+        return left_to;
+    }
+    let environment = of_environment().filter(|(run, _)| user() != ROOT || is_private_to(run, ROOT));
+    environment.map_or(system, |(_, own)| own)
+}
+
+/// Whether a run of this user had to move its journal to `replacement`, which no other user can change.
+pub(super) fn has_moved(replacement: &Path) -> bool {
+    replacement.is_dir() && make_private(replacement).is_ok()
 }
 
 /// The directories that may have journals of earlier runs: for root those of all users, for a user the user's own and
 /// root's.
 pub(super) fn all() -> Vec<Directory> {
-    candidates(of_environment(), Path::new(USERS), Path::new(SHARED), user())
+    candidates(of_environment().map(|(run, _)| run), Path::new(USERS), Path::new(SHARED), user())
 }
 
 /// The directory for the journal of a run whose own directory was deleted and cannot be made again.
@@ -71,18 +79,21 @@ pub(super) fn candidates(
             all.push(Directory { path, is_ours });
         }
     };
-    let of_user = |name: &str| users.join(name).join(IN_RUNTIME_DIR);
+    let private = |name: &str| shared.join(name);
     if user == ROOT {
-        of_environment.into_iter().for_each(|path| add(path, false));
-        numbered(users, "").iter().for_each(|name| add(of_user(name), false));
-        let private = numbered(shared, PRIVATE_PREFIX);
-        private.iter().for_each(|name| add(shared.join(name).join(IN_PRIVATE), false));
+        let runtime_dirs = numbered(users, "").into_iter().map(|name| users.join(name));
+        for run in of_environment.into_iter().chain(runtime_dirs) {
+            add(run.join(IN_RUNTIME_DIR), is_private_to(&run, ROOT));
+        }
+        for private in numbered(shared, PRIVATE_PREFIX).iter().map(|name| private(name)) {
+            add(private.join(IN_PRIVATE), is_private_to(&private, ROOT));
+        }
     } else {
-        of_environment.into_iter().for_each(|path| add(path, true));
-        add(of_user(&user.to_string()), true);
-        let private = shared.join(format!("{PRIVATE_PREFIX}{user}"));
+        let own = users.join(user.to_string());
+        of_environment.into_iter().chain([own]).for_each(|run| add(run.join(IN_RUNTIME_DIR), true));
         // Every user can make a folder of that name.
-        if is_private(&private, user).unwrap_or(false) {
+        let private = private(&format!("{PRIVATE_PREFIX}{user}"));
+        if is_private_to(&private, user) {
             add(private.join(IN_PRIVATE), true);
         }
     }
@@ -99,8 +110,11 @@ fn numbered(folder: &Path, prefix: &str) -> Vec<String> {
     names
 }
 
-fn of_environment() -> Option<PathBuf> {
-    std::env::var_os("XDG_RUNTIME_DIR").map(|run| Path::new(&run).join(IN_RUNTIME_DIR))
+/// The user's runtime directory, and the directory in it.
+fn of_environment() -> Option<(PathBuf, PathBuf)> {
+    let run = PathBuf::from(std::env::var_os("XDG_RUNTIME_DIR")?);
+    let own = run.join(IN_RUNTIME_DIR);
+    Some((run, own))
 }
 
 /// Makes a folder, if there is none.
@@ -125,7 +139,7 @@ pub(super) fn make_private(folder: &Path) -> io::Result<()> {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
         _ => {}
     }
-    if !is_private(private, user())? {
+    if !is_private_to(private, user()) {
         let why = format!("{} is not a folder that only this user can enter", private.display());
         return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
     }
@@ -133,9 +147,9 @@ pub(super) fn make_private(folder: &Path) -> io::Result<()> {
 }
 
 /// Whether only this user can enter and change a folder. A link is no folder.
-fn is_private(folder: &Path, user: u32) -> io::Result<bool> {
-    let found = fs::symlink_metadata(folder)?;
-    Ok(found.is_dir() && found.uid() == user && found.mode() & 0o077 == 0)
+fn is_private_to(folder: &Path, user: u32) -> bool {
+    let is_private = |found: fs::Metadata| found.is_dir() && found.uid() == user && found.mode() & 0o077 == 0;
+    fs::symlink_metadata(folder).is_ok_and(is_private)
 }
 
 /// The user to whom a folder belongs, if that is not the user of this process.

@@ -199,7 +199,8 @@ impl Journal {
         };
         let namespace = namespace().map_err(|error| failed(Path::new("/proc/thread-self/ns/net"), &error))?;
         let folder = directory.join(format!("{namespace}-{nic}"));
-        make(&folder).map_err(|error| failed(&folder, &error))?;
+        // A folder below one of another user could be exchanged for a link.
+        make(directory).and_then(|()| make(&folder)).map_err(|error| failed(&folder, &error))?;
         let boot = boot().map_err(|error| failed(Path::new(BOOT_ID), &error))?;
         let replacement = directories::replacement();
         Ok(Journal { folder, replacement, header: Header { boot, namespace, nic: nic.to_owned(), index } })
@@ -208,7 +209,10 @@ impl Journal {
     /// Makes the journal's folder again after another program has deleted it. At a user's logout the login manager
     /// deletes the runtime directory as a whole, and only root can make that again.
     pub fn make_again(&mut self) -> Result<(), NicError> {
-        let Err(error) = make(&self.folder) else { return Ok(()) };
+        // All runs of a user use one directory, and another one may have moved before.
+        let has_moved = directories::has_moved(&self.replacement);
+        let made = if has_moved { Err(io::ErrorKind::NotFound.into()) } else { make(&self.folder) };
+        let Err(error) = made else { return Ok(()) };
         let Some(name) = self.folder.file_name() else { return Err(self.failed("make again", &error)) };
         let folder = self.replacement.join(name);
         let made = directories::make_private(&self.replacement).and_then(|()| make(&folder));

@@ -33,7 +33,7 @@ fn root_searches_the_directories_of_all_users() {
     let shared = tempfile::tempdir().expect("a folder");
     std::fs::create_dir(shared.path().join("ferrywire-7")).expect("a folder");
     let found = |environment: Option<&str>, user| {
-        let environment = environment.map(|runtime| users.path().join(runtime).join("ferrywire/devmem"));
+        let environment = environment.map(|runtime| users.path().join(runtime));
         let all = directories::candidates(environment, users.path(), shared.path(), user);
         let name = |Directory { path, is_ours }: &Directory| {
             let path = path.strip_prefix(users.path()).unwrap_or(path);
@@ -83,9 +83,22 @@ fn a_folder_in_tmp_that_others_can_change_is_not_used() {
     for _ in 0..2 {
         directories::make_private(&private("own")).expect("it is made once, and found again");
     }
-    symlink(shared.path(), shared.path().join("ferrywire-1000")).expect("a link");
-    let all = directories::candidates(None, shared.path(), shared.path(), 1000);
-    assert_eq!(all.len(), 2, "root's and that of the user's runtime directory: {all:?}");
+    let user = rustix::process::geteuid().as_raw();
+    let name = format!("ferrywire-{user}");
+    let listed = || {
+        let all = directories::candidates(None, &shared.path().join("none"), shared.path(), user);
+        let found = all.iter().find(|each| each.path == private(&name)).map(|each| each.is_ours);
+        found == Some(true)
+    };
+    std::fs::rename(shared.path().join("own"), shared.path().join(&name)).expect("renamed");
+    assert!(listed());
+    for spoilt in ["open", "link"] {
+        std::fs::rename(shared.path().join(&name), shared.path().join("aside")).expect("renamed");
+        std::fs::rename(shared.path().join(spoilt), shared.path().join(&name)).expect("renamed");
+        assert!(!listed(), "{spoilt}");
+        std::fs::rename(shared.path().join(&name), shared.path().join(spoilt)).expect("renamed");
+        std::fs::rename(shared.path().join("aside"), shared.path().join(&name)).expect("renamed");
+    }
 }
 
 #[test]
