@@ -33,11 +33,11 @@ fn a_stalled_gpu_does_not_delay_acknowledgements() {
 /// copy of the second was done.
 #[test]
 fn an_acknowledgement_goes_with_a_short_frame_that_is_being_copied() {
+    let _only = crate::only_user_of_gpu(3);
     let end = || builder().threads(0).channels(1);
     let near = end().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
     let far = end().build().unwrap();
     let (here, there) = connected(&near, &far);
-    let _only = crate::only_user_of_gpu(3);
     let gpu = SimGpu::open(3).unwrap();
     let ours = near.alloc_sim(3, 4096).unwrap();
     let [to, from] = [near.alloc_host(64).unwrap(), far.alloc_host(4096).unwrap()];
@@ -585,8 +585,8 @@ fn memory_of_a_stalled_gpu_is_not_touched_when_its_region_is_dropped() {
 /// Regression: the copy was stopped, and the channel was lost although it did not touch the memory.
 #[test]
 fn memory_of_a_stalled_gpu_into_which_only_a_short_message_is_copied_costs_no_channel() {
-    let pair = pair();
     let _only = crate::only_user_of_gpu(3);
+    let pair = pair();
     let gpu = SimGpu::open(3).unwrap();
     let buffer = gpu.alloc(4096, 4096).unwrap();
     // SAFETY: the buffer stays until the end.
@@ -608,8 +608,8 @@ fn memory_of_a_stalled_gpu_into_which_only_a_short_message_is_copied_costs_no_ch
 /// Regression: each receive of the message's tag failed in turn, as if its memory had been deregistered.
 #[test]
 fn receives_of_a_peer_that_ends_beside_a_stalled_gpu_fail_with_the_peers_error() {
-    let pair = pair();
     let _only = crate::only_user_of_gpu(14);
+    let pair = pair();
     let gpu = SimGpu::open(14).unwrap();
     let [on_gpu, host] = [pair.ends[0].alloc_sim(14, 4096).unwrap(), pair.ends[0].alloc_host(4096).unwrap()];
     let source = pair.ends[1].register(vec![7; 4096]).unwrap();
