@@ -4,6 +4,7 @@
 //! the child, and counts in it are the parent's.
 //!
 //! Invariant: the child makes a new value, and never touches its parent's again, not even to free it.
+//! Read next: `registry.rs`, whose counts are such a value.
 
 use std::ptr;
 use std::sync::atomic::{AtomicPtr, Ordering};

@@ -4,6 +4,7 @@
 //! challenge, so some thread of the listening end has to answer meanwhile.
 //! Invariant: the thread looks often after something has come or a listener was made, and ever less often afterwards: a
 //! listener of a set-up that NCCL aborts is never closed.
+//! Read next: `listener.rs`, what the thread calls.
 
 use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::thread;

@@ -2,6 +2,7 @@
 //! the plugin for them again.
 //!
 //! Invariant: while something may be abandoned, the thread looks every [`INTERVAL`]; otherwise it sleeps.
+//! Read next: `attempt.rs` and `listener.rs`, which say what is abandoned.
 
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::thread;
