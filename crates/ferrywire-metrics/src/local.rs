@@ -4,17 +4,20 @@
 //! these. A process that ends leaves its socket; the next process of that user removes it.
 //!
 //! Invariant: a client that does not read its answer keeps one thread for [`ANSWER_TIMEOUT`], and no thread that
-//! moves payload.
+//! moves payload. Processes that do not answer keep a reader for that time together, not each.
 
 use std::fs;
 use std::io::{self, Read, Write};
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use ferrywire_sys::fork::Withheld;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::fork::PerProcess;
 use crate::registry;
@@ -30,6 +33,8 @@ const STARTS_WITHIN: Duration = Duration::from_secs(60);
 const NOT_PRIVATE: &str = "not a folder that its user alone owns and can enter; remove it";
 /// Longest time that a reader may take for an answer, and that `watch` waits for one.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
+/// Most sockets that are read at a time, since each takes a descriptor.
+const READ_TOGETHER: usize = 256;
 /// Longest answer that a reader accepts, in bytes.
 const ANSWER_BYTES_MAX: usize = 64 << 20;
 /// Pause after an error of `accept`, before the next call.
@@ -69,10 +74,16 @@ fn open() -> io::Result<()> {
     // Processes of two PID namespaces may have the same process id.
     let time = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
     let listener = listen(&folder, &format!("{}-{time:x}", std::process::id()))?;
+    // In a forked child that lives on, the socket would seem to be that of a process that does not answer.
+    let ends = (Withheld::new(listener.as_fd()), listener);
     thread::Builder::new().name("ferrywire-watch".into()).spawn(move || {
+        let (_withheld, listener) = &ends;
         loop {
             match listener.accept() {
-                Ok((stream, _)) => drop(answer(&stream)),
+                Ok((stream, _)) => {
+                    let _withheld = Withheld::new(stream.as_fd());
+                    drop(answer(&stream));
+                }
                 Err(_) => thread::sleep(ACCEPT_PAUSE),
             }
         }
@@ -159,20 +170,21 @@ pub struct Failure {
 /// Samples of all processes of this host that use ferrywire: those of this user, for root those of every user. A process
 /// with several libraries of ferrywire has a sample of each.
 pub fn processes() -> (Vec<ProcessSample>, Vec<Failure>) {
-    let (mut samples, mut failures) = (Vec::new(), Vec::new());
+    let (mut samples, mut failures, mut paths) = (Vec::new(), Vec::new(), Vec::new());
     for (user, folder) in folders() {
         // A folder that another user could write to may hold sockets of any program.
         if !is_private(&folder, user) {
             failures.push(Failure { path: folder, why: NOT_PRIVATE.into() });
             continue;
         }
-        for path in sockets(&folder) {
-            match read(&path) {
-                Ok(sample) => samples.push(sample),
-                // The process of this socket has ended.
-                Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {}
-                Err(error) => failures.push(Failure { path, why: error.to_string() }),
-            }
+        paths.extend(sockets(&folder));
+    }
+    for (path, answer) in paths.chunks(READ_TOGETHER).flat_map(read) {
+        match answer {
+            Ok(sample) => samples.push(sample),
+            // The process of this socket has ended.
+            Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {}
+            Err(error) => failures.push(Failure { path: path.clone(), why: error.to_string() }),
         }
     }
     samples.sort_by_cached_key(|sample| (sample.pid, sample.reader_pid, sample.face.clone()));
@@ -198,28 +210,82 @@ fn connect(path: &Path) -> io::Result<UnixStream> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
     connect(&socket, &SocketAddrUnix::new(path)?)?;
-    let stream = UnixStream::from(socket);
-    stream.set_nonblocking(false)?;
-    Ok(stream)
+    Ok(UnixStream::from(socket))
 }
 
-fn read(path: &Path) -> io::Result<ProcessSample> {
-    let mut stream = connect(path)?;
-    let reader_pid = u32::try_from(credentials(&stream)?.pid).unwrap_or(0);
-    let end = Instant::now() + ANSWER_TIMEOUT;
-    let (mut bytes, mut part) = (Vec::new(), [0; 64 << 10]);
-    loop {
-        stream.set_read_timeout(Some(left(end)?))?;
-        let got = stream.read(&mut part)?;
-        if got == 0 {
-            let sample = serde_json::from_slice(&bytes)?;
-            return Ok(ProcessSample { socket: path.display().to_string(), reader_pid, ..sample });
+/// The answer of a process, as far as it has come.
+struct Answer {
+    stream: UnixStream,
+    reader_pid: u32,
+    bytes: Vec<u8>,
+}
+
+impl Answer {
+    fn from(path: &Path) -> io::Result<Answer> {
+        let stream = connect(path)?;
+        let reader_pid = u32::try_from(credentials(&stream)?.pid).unwrap_or(0);
+        Ok(Answer { stream, reader_pid, bytes: Vec::new() })
+    }
+
+    /// Reads what has come. Returns the sample if that is all of the answer.
+    fn read(&mut self, path: &Path) -> io::Result<Option<ProcessSample>> {
+        let mut part = [0; 64 << 10];
+        match self.stream.read(&mut part) {
+            Ok(0) => {
+                let sample = serde_json::from_slice(&self.bytes)?;
+                let socket = path.display().to_string();
+                return Ok(Some(ProcessSample { socket, reader_pid: self.reader_pid, ..sample }));
+            }
+            Ok(got) => self.bytes.extend_from_slice(&part[..got]),
+            Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {}
+            Err(error) => return Err(error),
         }
-        bytes.extend_from_slice(&part[..got]);
-        if bytes.len() > ANSWER_BYTES_MAX {
+        if self.bytes.len() > ANSWER_BYTES_MAX {
             return Err(io::Error::other(format!("the answer is longer than {ANSWER_BYTES_MAX} bytes")));
         }
+        Ok(None)
     }
+}
+
+/// Reads the answers of several processes at once.
+fn read(paths: &[PathBuf]) -> Vec<(&PathBuf, io::Result<ProcessSample>)> {
+    let end = Instant::now() + ANSWER_TIMEOUT;
+    let (mut read, mut coming) = (Vec::new(), Vec::new());
+    for path in paths {
+        match Answer::from(path) {
+            Ok(answer) => coming.push((path, answer)),
+            Err(error) => read.push((path, Err(error))),
+        }
+    }
+    while let (false, Ok(left)) = (coming.is_empty(), left(end)) {
+        let mut ready: Vec<_> =
+            coming.iter().map(|(_, answer)| PollFd::new(&answer.stream, PollFlags::IN)).collect();
+        // The time to an end is always short enough.
+        let left = Timespec::try_from(left).unwrap_or_default();
+        if let Err(error) = poll(&mut ready, Some(&left)) {
+            if error == rustix::io::Errno::INTR {
+                continue;
+            }
+            let failed = |(path, _): (_, Answer)| (path, Err(io::Error::from(error)));
+            read.extend(coming.drain(..).map(failed));
+            break;
+        }
+        let mut is_ready =
+            ready.iter().map(|each| !each.revents().is_empty()).collect::<Vec<_>>().into_iter();
+        coming.retain_mut(|(path, answer)| {
+            let is_ready = is_ready.next().unwrap_or(false);
+            let result = if is_ready { answer.read(path) } else { Ok(None) };
+            let is_over = !matches!(result, Ok(None));
+            read.extend(result.transpose().map(|result| (*path, result)));
+            !is_over
+        });
+    }
+    let silent = || {
+        let limit = ANSWER_TIMEOUT.as_secs();
+        io::Error::other(format!("it did not answer within {limit} s; it may be stopped or overloaded"))
+    };
+    read.extend(coming.into_iter().map(|(path, _)| (path, Err(silent()))));
+    read
 }
 
 /// The kernel's record of the process at the other end. Its `pid` is 0 if this process does not see that process.

@@ -7,10 +7,13 @@
 use std::fmt;
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
+
+use ferrywire_sys::fork::Withheld;
 
 use crate::fork::PerProcess;
 use crate::registry;
@@ -101,7 +104,12 @@ pub fn serve(text: &str) -> Result<Option<SocketAddr>, MetricsError> {
     let listener = listen(address, next)?;
     let served = listener.local_addr().unwrap_or(address);
     let failed = |error: io::Error| MetricsError::Listen { address, why: error.to_string(), in_use: false };
-    let body = move || accept(&listener);
+    // A forked child that lives on would keep the port, and answer no request.
+    let ends = (Withheld::new(listener.as_fd()), listener);
+    let body = move || {
+        let (_withheld, listener) = &ends;
+        accept(listener);
+    };
     thread::Builder::new().name("ferrywire-metrics".into()).spawn(body).map_err(failed)?;
     registry::time_from_now_on();
     *is_served = true;
@@ -178,9 +186,11 @@ fn accept(listener: &TcpListener) {
         if counted.number > CONNECTIONS_MAX {
             continue;
         }
+        let ends = (Withheld::new(stream.as_fd()), stream);
         let body = move || {
             let _counted = counted;
-            if let Err(error) = answer(&stream) {
+            let (_withheld, stream) = &ends;
+            if let Err(error) = answer(stream) {
                 tracing::debug!(%error, "cannot answer a request for metrics");
             }
         };

@@ -215,6 +215,35 @@ fn an_answer_without_an_end_is_an_error_of_that_process_alone() {
     assert!(of_path["error"].as_str().is_some_and(|why| !why.is_empty()), "{of_path}");
 }
 
+/// Listens on 20 sockets in a folder like those of processes, answers on none, and runs the command.
+const SILENT: &str = "
+import os, socket, subprocess, sys
+os.mkdir('/tmp/ferrywire-0', 0o700)
+silent = [socket.socket(socket.AF_UNIX) for _ in range(20)]
+for number, each in enumerate(silent):
+    each.bind(f'/tmp/ferrywire-0/{number}-1.sock')
+    each.listen()
+sys.exit(subprocess.run([sys.argv[1], 'watch', '--once', '--json', '--interval', '0.1']).returncode)
+";
+
+/// Regression: each process that did not answer was waited for in turn, 2 s each.
+#[test]
+fn stopped_processes_are_waited_for_together_and_named() {
+    let mut command = Command::new("unshare");
+    command.args(["--user", "--map-root-user", "--mount", "sh", "-c"]);
+    command.arg("mount -t tmpfs tmpfs /tmp && exec python3 -c \"$1\" \"$2\"");
+    command.args(["sh", SILENT, env!("CARGO_BIN_EXE_ferrywire")]);
+    // In turn they would take 80 s.
+    let output = run_within(Duration::from_secs(40), &mut command);
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    let unread = json(&output)["unread"].as_array().expect("a list").clone();
+    assert_eq!(unread.len(), 20);
+    for failure in unread {
+        let why = failure["error"].as_str().expect("a text");
+        assert!(why.contains("did not answer within 2 s"), "{why}");
+    }
+}
+
 /// Regression: it ended with status 0, and without the object that a program expects then.
 #[test]
 fn a_signal_before_the_only_output_is_no_success() {

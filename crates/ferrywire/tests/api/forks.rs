@@ -282,6 +282,31 @@ fn a_child_that_lives_on_holds_no_connection_and_no_port_of_its_parent() {
     });
 }
 
+/// Regression: the port of metrics, and the socket for `ferrywire watch`, lived on in the child after the parent's end: the port
+/// was taken and silent, and `watch` waited for the socket.
+#[test]
+fn a_child_that_lives_on_does_not_hold_the_sockets_of_its_parents_metrics() {
+    let metrics = case!("").with("FERRYWIRE_METRICS", "127.0.0.1:0");
+    metrics.passes(|| {
+        let pair = pair();
+        let child = Sleeping::fork();
+        let sockets = |process: &str| {
+            let table = fs::read_to_string("/proc/self/net/unix").unwrap();
+            let listed = table.lines().filter(|line| line.contains(&format!("/{}-", std::process::id())));
+            let named = listed.filter_map(|line| line.split_whitespace().nth(6)).map(str::to_owned);
+            let named: BTreeSet<String> = named.map(|number| format!("socket:[{number}]")).collect();
+            let open = fs::read_dir(format!("/proc/{process}/fd")).unwrap();
+            let open = open.filter_map(|entry| fs::read_link(entry.ok()?.path()).ok());
+            open.filter(|link| link.to_str().is_some_and(|link| named.contains(link))).count()
+        };
+        assert_eq!(sockets("self"), 1, "the socket for watch");
+        assert_eq!(sockets(&child.0.to_string()), 0);
+        assert!(tcp_sockets("self").len() > 2 + 2 * 3, "a port of metrics");
+        assert_eq!(tcp_sockets(child.0), BTreeSet::new());
+        drop(pair);
+    });
+}
+
 /// Lowers the descriptor limit to a few above the highest number in use, and takes what is left. The files are to be kept.
 fn take_all_descriptors() -> Vec<File> {
     let open = fs::read_dir("/proc/self/fd").unwrap();
