@@ -55,9 +55,15 @@ fn latency(row: &ResultRow, part: fn(&LatencyUs) -> f64) -> String {
     row.latency_us.as_ref().map_or_else(dash, |us| three_digits(part(us)))
 }
 
-/// A figure with three significant digits.
+/// A figure with three significant digits; with two from 0.1 to 1.
 pub fn three_digits(value: f64) -> String {
-    let decimals = if value < 10.0 { 2 } else { usize::from(value < 100.0) };
+    let decimals = match value {
+        100.0.. => 0,
+        10.0.. => 1,
+        // Without the limit, a figure next to 0 would fill the line.
+        f64::MIN_POSITIVE..0.1 => (2.0 - value.log10().floor()).min(9.0) as usize,
+        _ => 2,
+    };
     format!("{value:.decimals$}")
 }
 

@@ -72,6 +72,10 @@ fn document(file: &Path) -> Outcome<Document> {
         }
         None => return Err(failed(format!("no result of a bench: the field schema is missing; {FIX}"))),
     }
+    // Later lines advise the user of that run.
+    if let Some(Value::String(error)) = value.get_mut("error") {
+        error.truncate(error.find('\n').unwrap_or(error.len()));
+    }
     clean(&mut value);
     if let Some(place) = negative(&value["results"], "results") {
         return Err(failed(format!("a result is damaged: {place} is negative; run the bench again")));
@@ -79,7 +83,7 @@ fn document(file: &Path) -> Outcome<Document> {
     let document: Document = serde_json::from_value(value)
         .map_err(|error| failed(format!("the file does not follow schema {SCHEMA}: {error}; {FIX}")))?;
     if document.results.is_empty() {
-        let why = document.error.as_deref().and_then(|error| error.lines().next());
+        let why = document.error.as_deref();
         let why = why.map_or_else(String::new, |error| format!(": the run failed with `{error}`"));
         return Err(failed(format!("the file holds no results{why}; run the bench again")));
     }

@@ -14,6 +14,7 @@ mod write;
 
 use std::path::Path;
 
+use crate::bench::result::ResultRow;
 use crate::exit::{self, Outcome};
 use crate::plan::ReportPlan;
 use crate::sys;
@@ -36,4 +37,9 @@ pub fn run(asked: &ReportPlan) -> Outcome {
             write::replace(out, &page)
         }
     }
+}
+
+/// Whether the bytes of a result were checked and right.
+fn verified(row: &ResultRow) -> &'static str {
+    if row.verified == Some(true) { "yes" } else { "NO" }
 }

@@ -286,7 +286,7 @@ fn figures(comparison: &Comparison, lines: &[&Line], metrics: &[Metric], verifie
                                         td class="ratio" { (ratio_text(ratio(line, run, *metric))) }
                                     }
                                 }
-                                @if verified { td { (if row.verified == Some(true) { "yes" } else { "NO" }) } }
+                                @if verified { td { (super::verified(row)) } }
                             }
                         }
                     }

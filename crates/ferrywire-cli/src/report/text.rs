@@ -52,11 +52,17 @@ fn figures(comparison: &Comparison) -> Table {
     let parts = comparison.varying_parts();
     let metrics: Vec<Metric> = COLUMNS.into_iter().filter(|metric| is_present(comparison, *metric)).collect();
     let several = comparison.is_of_several();
+    let unverified = comparison
+        .lines
+        .iter()
+        .flat_map(|line| line.results.iter().flatten())
+        .any(|row| row.verified != Some(true));
     let mut header: Vec<&str> = vec!["size"];
     header.extend(parts.iter().map(|(name, _)| *name));
     header.extend(several.then_some("run"));
     header.extend(metrics.iter().map(|metric| metric.name));
     header.extend(several.then_some("ratio"));
+    header.extend(unverified.then_some("verified"));
     let mut table = Table::new();
     table.load_preset(presets::NOTHING);
     table
@@ -71,6 +77,7 @@ fn figures(comparison: &Comparison) -> Table {
             let figure = |metric: &Metric| (metric.value)(row).map_or_else(dash, three_digits);
             cells.extend(metrics.iter().map(figure));
             cells.extend(several.then(|| main_ratio(line, run)));
+            cells.extend(unverified.then(|| super::verified(row).to_owned()));
             table.add_row(cells);
         }
     }

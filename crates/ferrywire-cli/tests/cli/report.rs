@@ -433,11 +433,8 @@ fn a_bad_file_is_named_with_what_to_do() {
     failed["results"] = json!([]);
     failed["error"] = json!("the peer is busy\ntry later");
     files.store("failed.json", &failed);
-    assert!(
-        refused(&files, "failed.json").contains("`the peer is busy"),
-        "{}",
-        refused(&files, "failed.json")
-    );
+    let said = refused(&files, "failed.json");
+    assert!(said.contains("the run failed with `the peer is busy`;"), "{said}");
 }
 
 #[test]
@@ -549,6 +546,27 @@ fn tables_for_a_terminal() {
     files.store("after.json", &after);
     is_stored("report", &printed(&files.report(&["before.json"])));
     is_stored("report_of_two", &printed(&files.report(&["before.json", "after.json"])));
+}
+
+/// Regression: the table showed figures without a check like verified ones.
+#[test]
+fn the_table_marks_a_result_that_was_not_verified() {
+    let files = Files::new();
+    let mut document = fixed("a", 2.0);
+    document["results"][0]["verified"] = Value::Null;
+    files.store("a.json", &document);
+    let table = printed(&files.report(&["a.json"]));
+    let rows = |end: &str| table.lines().filter(|line| line.trim_end().ends_with(&format!(" {end}"))).count();
+    assert_eq!((rows("verified"), rows("NO"), rows("yes")), (1, 1, 2), "{table}");
+}
+
+/// Regression: 1.2 MB/s was shown as 0.00 GB/s.
+#[test]
+fn small_figures_keep_their_digits() {
+    let files = Files::new();
+    files.store("a.json", &fixed("a", 0.00123));
+    let table = printed(&files.report(&["a.json"]));
+    assert!(table.contains(" 0.00123 ") && !table.contains(" 0.00 "), "{table}");
 }
 
 /// Regression: the signal was noted, and the process went on waiting for its file.
