@@ -29,6 +29,8 @@ const COPY_STEP: Duration = Duration::from_micros(10);
 const IDLE_PASSES: u32 = 12;
 /// Passes in a row in which an endpoint may report work although nothing happens in the network and on the GPUs.
 const IN_VAIN_PASSES_MAX: u32 = 64;
+/// Most steps of the clock in which the GPUs finish the work of a run that has failed. An item of work is delayed by less than a step.
+const FINISHING_STEPS_MAX: u32 = 100_000;
 /// Most passes within one call that waits; a call with more counts as endless.
 const WAITING_PASSES_MAX: u64 = 3_000_000;
 
@@ -176,9 +178,26 @@ impl Driver {
     }
 
     /// Ends a run that has failed. Its endpoints are not closed, because closing would wait for a clock that
-    /// does not advance.
+    /// does not advance. The GPUs do what is left in their streams: the thread's next run uses them too.
     pub fn abandon() {
-        std::mem::forget(DRIVER.take());
+        let Some(driver) = DRIVER.take() else { return };
+        driver.end_faults();
+        driver.streams.take().clear();
+        driver.finish_gpu_work();
+        std::mem::forget(driver);
+    }
+
+    /// Runs what is queued on the GPUs. The work touches memory that a run which has failed never frees.
+    fn finish_gpu_work(&self) {
+        self.gpus.iter().for_each(|gpu| gpu.set_faults(SimFaults::default()));
+        let mut now = self.now();
+        for _ in 0..FINISHING_STEPS_MAX {
+            if !self.gpus.iter().any(|gpu| gpu.has_work()) {
+                return;
+            }
+            self.gpus.iter().for_each(|gpu| _ = gpu.run_due(now));
+            now += STEP_MAX;
+        }
     }
 
     /// Reserves a slot for another endpoint.

@@ -37,6 +37,32 @@ fn holds(scenario: &Scenario) {
     assert!(result.is_ok(), "{result:?}");
 }
 
+/// Regression: copies of the failed run stayed queued and a stream's gate stayed shut, so later runs of the thread met GPUs with work.
+#[test]
+fn a_run_that_fails_leaves_no_work_on_the_gpus() {
+    let _alone = GPUS.lock().unwrap_or_else(PoisonError::into_inner);
+    let gpus = gpus(7);
+    let write =
+        |id| Post { source_on_gpu: true, target_on_gpu: true, ..Post::plain(id, 0, 0, Verb::Write, 40_000) };
+    let good = pair([(0, Action::Post(write(0))), (1000, Action::Post(write(1)))]);
+    let (before, result) = attempt(&good, &gpus, false);
+    assert!(result.is_ok(), "{result:?}");
+    let failing = pair([
+        (0, Action::Post(write(0))),
+        (0, Action::Post(Post { stream_us: Some(20_000), ..write(1) })),
+        (0, Action::Fault(Fault::GpuStall { end: 1, us: 2_000_000 })),
+        (1000, Action::Post(write(2))),
+        // The run fails here: there is no such link.
+        (0, Action::Post(Post { link: 9, ..write(3) })),
+    ]);
+    let (_, result) = attempt(&failing, &gpus, false);
+    assert_eq!(result.expect_err("the run fails").invariant, "nothing panics");
+    assert!(!gpus.iter().any(|gpu| gpu.has_work()));
+    let (after, result) = attempt(&good, &gpus, false);
+    assert!(result.is_ok(), "{result:?}");
+    assert_eq!(after.fingerprint, before.fingerprint);
+}
+
 /// The close returned just before the peer had ended, without an error of the peer.
 #[test]
 fn a_close_whose_time_is_up_leaves_a_closed_peer() {
