@@ -126,8 +126,11 @@ fn words_of(panic: &(dyn Any + Send)) -> String {
         .unwrap_or_else(|| "a panic without a message".into())
 }
 
+/// A seed's scenario, what its run recorded, and the first invariant that the run broke.
+type Played = (Scenario, Outcome, Check);
+
 /// Plays a seed; one of every [`REPEATED`] twice, to check that it repeats.
-fn play_seed(seed: u64, gpus: &[Arc<SimGpu>]) -> (Scenario, Outcome, Check) {
+fn play_seed(seed: u64, gpus: &[Arc<SimGpu>]) -> Played {
     let scenario = scenario(seed);
     let (outcome, mut result) = attempt(&scenario, gpus, false);
     if result.is_ok() && seed.is_multiple_of(REPEATED) {
@@ -176,8 +179,13 @@ fn descriptors_down_to(most: usize) -> usize {
 
 /// Plays all seeds of a plan, and returns the report.
 pub fn campaign(plan: Plan) -> Report {
+    campaign_of(plan, &play_seed)
+}
+
+/// Plays all seeds of a plan by `play`, and returns the report.
+fn campaign_of(plan: Plan, play: &(dyn Fn(u64, &[Arc<SimGpu>]) -> Played + Sync)) -> Report {
     // What a process opens once is open from the first run on.
-    let warm = play_seed(plan.from, &gpus(0)).2;
+    let (scenario, _, warm) = play(plan.from, &gpus(0));
     let descriptors = descriptors();
     let (next, stop) = (AtomicU64::new(0), AtomicBool::new(false));
     let (report, since) = (Mutex::new(Report::default()), Instant::now());
@@ -190,7 +198,7 @@ pub fn campaign(plan: Plan) -> Report {
                 return;
             }
             let (seed, began) = (plan.from + number, Instant::now());
-            let (scenario, outcome, result) = play_seed(seed, &gpus);
+            let (scenario, outcome, result) = play(seed, &gpus);
             let took = began.elapsed();
             let failure = result.err().map(|broken| {
                 let (shrunk, _) = match broken.invariant {
@@ -217,8 +225,15 @@ pub fn campaign(plan: Plan) -> Report {
         }
     });
     let mut report = report.into_inner().unwrap_or_else(PoisonError::into_inner);
+    if let Err(broken) = warm
+        && !report.failures.iter().any(|failure| failure.seed == plan.from)
+    {
+        let detail = format!("the seed's first run broke \"{}\": {}", broken.invariant, broken.detail);
+        let broken = Broken { invariant: "a seed repeats", detail };
+        report.failures.push(Failure { seed: plan.from, broken, shrunk: scenario });
+    }
     // A run that has failed keeps what it has.
-    let all_held = warm.is_ok() && report.failures.is_empty();
+    let all_held = report.failures.is_empty();
     report.descriptors = all_held.then(|| (descriptors, descriptors_down_to(descriptors)));
     report.failures.sort_by_key(|failure| failure.seed);
     report.times.sort();
@@ -250,9 +265,11 @@ impl Failure {
 }
 
 impl Report {
-    /// Whether every seed held, and the process has no more descriptors than before.
+    /// Whether seeds were played, all held, and the process has no more descriptors than before.
     pub fn is_well(&self) -> bool {
-        self.failures.is_empty() && self.descriptors.is_none_or(|(before, after)| after <= before)
+        self.seeds > 0
+            && self.failures.is_empty()
+            && self.descriptors.is_none_or(|(before, after)| after <= before)
     }
 
     /// The report's text: the table of coverage, and the time that a seed takes.
@@ -272,5 +289,39 @@ impl Report {
             at(50),
             at(95)
         )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A campaign of seeds without a run. The warm-up is `first`, and every later run holds.
+    fn report_of(seeds: u64, time: Option<Duration>, first: Check) -> Report {
+        let first = Mutex::new(first);
+        let play = |seed, _: &[Arc<SimGpu>]| {
+            let result = std::mem::replace(&mut *first.lock().unwrap(), Ok(()));
+            (scenario(seed), Outcome::default(), result)
+        };
+        let report = campaign_of(Plan { from: 7, seeds, threads: 1, time, quick: false }, &play);
+        // Other tests of this process open and close descriptors meanwhile.
+        Report { descriptors: None, ..report }
+    }
+
+    #[test]
+    fn a_campaign_that_played_no_seed_is_not_well() {
+        assert!(report_of(2, None, Ok(())).is_well());
+        assert!(!report_of(0, None, Ok(())).is_well());
+        assert!(!report_of(2, Some(Duration::ZERO), Ok(())).is_well());
+    }
+
+    #[test]
+    fn a_first_run_that_fails_alone_is_reported() {
+        let broken = Broken { invariant: "it holds", detail: "it did not".into() };
+        let report = report_of(2, None, Err(broken));
+        assert_eq!((report.seeds, report.is_well()), (2, false));
+        let [failure] = &report.failures[..] else { panic!("{} failures", report.failures.len()) };
+        assert_eq!((failure.seed, failure.broken.invariant), (7, "a seed repeats"));
+        assert!(failure.broken.detail.contains("it did not"), "{}", failure.broken.detail);
     }
 }

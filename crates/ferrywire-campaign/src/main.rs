@@ -45,7 +45,9 @@ fn parse() -> Option<Arguments> {
             _ => return None,
         }
     }
-    Some(arguments)
+    // A campaign without a seed says nothing.
+    let is_empty = arguments.seeds == Some(0) || arguments.minutes == Some(0);
+    (!is_empty).then_some(arguments)
 }
 
 fn main() -> ExitCode {
