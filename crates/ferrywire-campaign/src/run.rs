@@ -2,10 +2,11 @@
 //!
 //! Invariant: a run ends at the latest [`SETTLE_MAX`] of virtual time after its last step, and leaves nothing
 //! behind.
-//! Read next: `run/steps.rs`, `run/faults.rs`, `run/end.rs`; `judge.rs`, which outcomes are allowed.
+//! Read next: `run/steps.rs`, `run/faults.rs`, `run/outages.rs`, `run/end.rs`; `judge.rs`, which outcomes are allowed.
 
 mod end;
 mod faults;
+mod outages;
 mod steps;
 
 use std::mem::ManuallyDrop;
@@ -15,13 +16,16 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use ferrywire::net::sim::{DialFault, Faults, ResetSeen, Side, SimHost, SimNet};
-use ferrywire::{Block, BlockList, Connecting, Encryption, Endpoint, Peer, Transfer, TransferError};
+use ferrywire::{
+    Block, BlockList, ConnectError, Connecting, Encryption, Endpoint, Peer, Transfer, TransferError,
+};
 use ferrywire_memory::sim::{SimFaults, SimGpu};
 
 use crate::cover::Cover;
 use crate::driver::{DrivenHost, Driver, Effect, Timed, gpu_faults};
 use crate::memory::{Area, Phase, Raw, pattern, split};
 use crate::scenario::{Action, Fault, OpId, Post, Protection, Scenario, Step, Verb};
+use outages::{Cost, OUTAGE_MAX, Outage};
 
 /// Virtual time after the last step within which everything must end.
 pub const SETTLE_MAX: Duration = Duration::from_secs(120);
@@ -41,8 +45,6 @@ const PASSES_MAX: u64 = 1_500_000;
 const HELD_LOOKS: u32 = 100;
 const PORT: u16 = 7420;
 const SECRET: &str = "a secret for simulated hosts";
-/// Total time without any path after which a peer may be lost.
-pub const OUTAGE_MAX: Duration = Duration::from_secs(1);
 
 /// Notes an event, if the run is logged.
 macro_rules! note {
@@ -73,6 +75,8 @@ pub fn broken<T>(invariant: &'static str, detail: impl Into<String>) -> Result<T
 #[derive(Default)]
 pub struct Outcome {
     pub cover: Cover,
+    /// Indices of the links whose connect succeeded.
+    pub connected: Vec<usize>,
     /// Fingerprint of the run, which is equal for equal runs.
     pub fingerprint: u64,
     /// Log of the run, if it was requested.
@@ -84,10 +88,14 @@ pub struct Host {
     nics: Vec<IpAddr>,
     /// The slot of the host's endpoint; `None` without an endpoint.
     pub slot: Option<usize>,
+    /// Whether the user has closed the endpoint in the slot.
+    closed: bool,
     /// Since when copies of its GPU may fail.
     pub gpu_faulty: Option<Duration>,
     /// For each of the host's NICs the time until which it is cut; of a deleted NIC the largest time.
     cut_until: Vec<Duration>,
+    /// For each of the host's NICs the number of failed dials that are noted as outages.
+    failed_dials: Vec<u64>,
 }
 
 pub struct Link {
@@ -97,18 +105,14 @@ pub struct Link {
     pub failed: Option<String>,
     pub peers: [Option<Peer>; 2],
     started: bool,
+    /// When the connect began.
+    began: Duration,
     accepted: bool,
     /// Whether the user has closed or dropped the peer, by side.
     pub closing: [bool; 2],
     outages: Vec<Outage>,
     reading: [bool; 2],
     resumed: bool,
-}
-
-/// A time without any path, which a fault may cause.
-struct Outage {
-    since: Duration,
-    lasts: Duration,
 }
 
 pub struct Op {
@@ -140,6 +144,10 @@ pub struct Run<'a> {
     out: &'a mut Outcome,
     pub logs: bool,
     looked: u64,
+    /// Time of the last check.
+    looked_at: Duration,
+    /// Whether dials may fail by a fault.
+    fails_dials: bool,
     /// Index of the open operation with which the last check began to poll outcomes.
     asked: usize,
     outcomes: u64,
@@ -173,6 +181,8 @@ pub fn play(scenario: &Scenario, gpus: &[Arc<SimGpu>], logs: bool, out: &mut Out
         out,
         logs,
         looked: 0,
+        looked_at: Duration::ZERO,
+        fails_dials: false,
         asked: 0,
         outcomes: 0xcbf2_9ce4_8422_2325,
         corrupts: scenario.corrupts(),
@@ -231,8 +241,15 @@ impl Run<'_> {
             net.set_bandwidth(*address, *rate);
             net.set_nic_latency(*address, Duration::from_micros(*latency_us));
         }
-        let cut_until = vec![Duration::ZERO; addresses.len()];
-        self.hosts.push(Host { sim, nics: addresses, slot: None, gpu_faulty: None, cut_until });
+        self.hosts.push(Host {
+            sim,
+            slot: None,
+            closed: false,
+            gpu_faulty: None,
+            cut_until: vec![Duration::ZERO; addresses.len()],
+            failed_dials: vec![0; addresses.len()],
+            nics: addresses,
+        });
     }
 
     fn start(&mut self, end: usize) -> Check {
@@ -262,7 +279,7 @@ impl Run<'_> {
             Ok(endpoint) => self.driver.fill(slot, endpoint),
             Err(error) => return broken("an endpoint starts", error.to_string()),
         }
-        self.hosts[end].slot = Some(slot);
+        (self.hosts[end].slot, self.hosts[end].closed) = (Some(slot), false);
         Ok(())
     }
 
@@ -321,7 +338,8 @@ impl Run<'_> {
 
     /// Collects new connections, outcomes and notifications.
     fn look(&mut self) -> Check {
-        self.look_for_peers();
+        self.note_failed_dials();
+        self.look_for_peers()?;
         let is_open = |op: &Op| op.transfer.is_some() && op.outcome.is_none();
         let mut open: Vec<usize> = (0..self.ops.len()).filter(|index| is_open(&self.ops[*index])).collect();
         if open.len() > ASKED_MAX {
@@ -369,14 +387,14 @@ impl Run<'_> {
         Ok(())
     }
 
-    fn look_for_peers(&mut self) {
+    fn look_for_peers(&mut self) -> Check {
         for index in 0..self.links.len() {
             let link = &mut self.links[index];
             if link.peers[0].is_none()
                 && let Some(result) = link.connecting.as_ref().and_then(Connecting::poll)
             {
                 link.connecting = None;
-                self.connected(index, result);
+                self.connected(index, result, false)?;
             }
         }
         for end in 0..self.hosts.len() {
@@ -396,15 +414,18 @@ impl Run<'_> {
                 }
             }
         }
+        Ok(())
     }
 
-    fn connected(&mut self, index: usize, result: Result<Peer, ferrywire::ConnectError>) {
+    /// Stores the result of a connect, by a call with a timeout or not.
+    fn connected(&mut self, index: usize, result: Result<Peer, ConnectError>, has_timeout: bool) -> Check {
         match result {
-            Ok(peer) => self.links[index].peers[0] = Some(peer),
-            Err(error) => {
-                note!(self, "link {index}: {error}");
-                self.links[index].failed = Some(error.to_string());
+            Ok(peer) => {
+                self.out.connected.push(index);
+                self.links[index].peers[0] = Some(peer);
+                Ok(())
             }
+            Err(error) => self.connect_failed(index, &error, has_timeout),
         }
     }
 
@@ -490,18 +511,13 @@ impl Link {
             failed: None,
             peers: [None, None],
             started: false,
+            began: Duration::ZERO,
             accepted: false,
             closing: [false; 2],
             outages: Vec::new(),
             reading: [true; 2],
             resumed: false,
         }
-    }
-
-    /// Whether faults that have begun may have cost the link.
-    pub fn may_be_lost(&self, now: Duration) -> bool {
-        let begun = self.outages.iter().filter(|outage| outage.since <= now);
-        begun.map(|outage| outage.lasts).sum::<Duration>() >= OUTAGE_MAX
     }
 }
 
@@ -521,19 +537,4 @@ pub fn notification(op: OpId, bytes: usize) -> Vec<u8> {
     let mut message = (op as u64).to_le_bytes().to_vec();
     message.extend(pattern(bytes.saturating_sub(8), op as u64));
     message
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_link_may_be_lost_once_the_faults_that_may_cost_it_have_begun() {
-        let mut link = Link::new((0, 1));
-        let seconds = Duration::from_secs;
-        for since in [1, 5] {
-            link.outages.push(Outage { since: seconds(since), lasts: OUTAGE_MAX / 2 });
-        }
-        assert_eq!([0, 1, 4, 5].map(|now| link.may_be_lost(seconds(now))), [false, false, false, true]);
-    }
 }

@@ -33,8 +33,29 @@ static GPUS: Mutex<()> = Mutex::new(());
 #[track_caller]
 fn holds(scenario: &Scenario) {
     let _alone = GPUS.lock().unwrap_or_else(PoisonError::into_inner);
-    let (_, result) = attempt(scenario, &gpus(7), false);
+    let (outcome, result) = attempt(scenario, &gpus(7), false);
     assert!(result.is_ok(), "{result:?}");
+    let connects = scenario.steps.iter().take_while(|step| !matches!(step.action, Action::Post(_)));
+    let of_network = |fault: &Fault| !matches!(fault, Fault::GpuStall { .. } | Fault::GpuFail { .. });
+    let meets_fault =
+        connects.into_iter().any(|step| matches!(&step.action, Action::Fault(fault) if of_network(fault)));
+    assert!(meets_fault || outcome.connected.contains(&0), "link 0 was not established");
+}
+
+/// Regression: a scenario without a link held, whatever failed the connect.
+#[test]
+fn a_connect_fails_only_for_a_reason() {
+    let _alone = GPUS.lock().unwrap_or_else(PoisonError::into_inner);
+    // On this path an answer takes longer than a handshake may.
+    let far = |steps: Vec<(u64, Action)>| {
+        let mut scenario = pair(steps.into_iter().chain([(8_000_000, Action::Poll(1))]));
+        scenario.ends[1].nics = vec![(None, 4_000_000)];
+        attempt(&scenario, &gpus(7), false).1
+    };
+    let broken = far(Vec::new()).expect_err("no fault excuses the connect");
+    assert_eq!(broken.invariant, "a connect fails only for a reason");
+    let reset = Fault::ResetAll { with_control: true };
+    assert_eq!(far(vec![(1000, Action::Fault(reset))]), Ok(()));
 }
 
 /// Regression: copies of the failed run stayed queued and a stream's gate stayed shut, so later runs of the thread met GPUs with work.
@@ -46,7 +67,7 @@ fn a_run_that_fails_leaves_no_work_on_the_gpus() {
         |id| Post { source_on_gpu: true, target_on_gpu: true, ..Post::plain(id, 0, 0, Verb::Write, 40_000) };
     let good = pair([(0, Action::Post(write(0))), (1000, Action::Post(write(1)))]);
     let (before, result) = attempt(&good, &gpus, false);
-    assert!(result.is_ok(), "{result:?}");
+    assert!(result.is_ok() && before.connected == [0], "{result:?}");
     let failing = pair([
         (0, Action::Post(write(0))),
         (0, Action::Post(Post { stream_us: Some(20_000), ..write(1) })),

@@ -6,6 +6,10 @@
 //! Read next: `end.rs`.
 
 use super::*;
+use ferrywire::limits;
+
+/// Longest time after which an endpoint notices that a NIC is gone: it looks once in this interval, and a turn may be late.
+const NICS_LOOKED_AT: Duration = limits::REDIAL_INTERVAL.saturating_mul(2);
 
 impl Run<'_> {
     /// Lets a fault begin some time after now, within the close that follows.
@@ -59,12 +63,6 @@ impl Run<'_> {
         }
     }
 
-    /// Notes that the links of an endpoint, or of all, may have no path for a time.
-    pub(super) fn outage(&mut self, end: Option<usize>, since: Duration, lasts: Duration) {
-        let of = |link: &&mut Link| end.is_none_or(|end| link.plan.0 == end || link.plan.1 == end);
-        self.links.iter_mut().filter(of).for_each(|link| link.outages.push(Outage { since, lasts }));
-    }
-
     /// Begins a fault.
     pub(super) fn fault(&mut self, fault: &Fault) {
         note!(self, "fault {fault:?}");
@@ -98,6 +96,7 @@ impl Run<'_> {
                 Box::new(|driver| cuts.into_iter().for_each(|cut| cut(driver)))
             }
             Fault::Reset { pick, by_dialler, later_us } => {
+                self.outage(Cost::Connect, None, when, us(later_us.unwrap_or(0)));
                 let first = if by_dialler { Side::Dialler } else { Side::Acceptor };
                 let seen = later_us.map_or(ResetSeen::AtOnce, |later| ResetSeen::OtherEndAfter(us(later)));
                 Box::new(move |driver| {
@@ -106,20 +105,24 @@ impl Run<'_> {
                     }
                 })
             }
-            Fault::ResetAll { with_control } => Box::new(move |driver| {
-                let all = driver.net.connections().into_iter();
-                for conn in all.filter(|conn| conn.bulk || with_control) {
-                    driver.net.reset(conn.id, Side::Dialler, ResetSeen::AtOnce);
-                }
-            }),
+            Fault::ResetAll { with_control } => {
+                self.outage(Cost::Connect, None, when, Duration::ZERO);
+                Box::new(move |driver| {
+                    let all = driver.net.connections().into_iter();
+                    for conn in all.filter(|conn| conn.bulk || with_control) {
+                        driver.net.reset(conn.id, Side::Dialler, ResetSeen::AtOnce);
+                    }
+                })
+            }
             Fault::ResetNic { end, nic } => {
                 let address = self.hosts[end].nics[nic];
+                self.outage(Cost::Connect, Some(end), when, Duration::ZERO);
                 Box::new(move |driver| _ = driver.net.reset_nic(address, ResetSeen::AtOnce))
             }
             Fault::DeleteNic { end, nic } => self.delete(end, nic, when),
             Fault::Stall { pick, us: time } => {
                 if when > self.driver.now() || !self.driver.net.connections().is_empty() {
-                    self.outage(None, when, us(time));
+                    self.outage(Cost::Peer, None, when, us(time));
                 }
                 Box::new(move |driver| {
                     if let Some(conn) = pick_connection(driver, pick) {
@@ -130,7 +133,7 @@ impl Run<'_> {
             Fault::Freeze { end, us: time } => self.freeze(end, when, us(time)),
             Fault::Sleep { end, us: time } => {
                 let Some(slot) = self.hosts[end].slot else { return nothing() };
-                self.outage(Some(end), when, us(time));
+                self.outage(Cost::Peer, Some(end), when, us(time));
                 Box::new(move |driver| {
                     if driver.endpoint(slot).is_some() {
                         driver.stop_polling(slot);
@@ -141,7 +144,8 @@ impl Run<'_> {
             Fault::RefuseDials { end, nic, count, silent } => {
                 let how = if silent { DialFault::TimeOut } else { DialFault::Refuse };
                 let address = self.hosts[end].nics[nic];
-                self.outage(Some(end), when, OUTAGE_MAX);
+                // Each dial that it fails is an outage.
+                self.fails_dials = true;
                 Box::new(move |driver| driver.net.fail_dials(address, how, count))
             }
             Fault::Latency { end, nic, us: time } => {
@@ -154,7 +158,8 @@ impl Run<'_> {
             }
             Fault::Rough => {
                 let faults = Faults::random(self.scenario.seed);
-                self.outage(None, when, OUTAGE_MAX);
+                self.fails_dials = true;
+                self.outage(Cost::Peer, None, when, Duration::MAX);
                 Box::new(move |driver| driver.net.set_faults(faults))
             }
             Fault::Corrupt { times } => {
@@ -184,6 +189,8 @@ impl Run<'_> {
         }
         let address = self.hosts[end].nics[nic];
         self.hosts[end].cut_until[nic] = self.hosts[end].cut_until[nic].max(when + time);
+        // A handshake may have got this address alone.
+        self.outage(Cost::Connect, Some(end), when, time);
         self.missing_paths(when, time);
         Box::new(move |driver| {
             // A cut ends, and would bring a NIC back that was deleted before it began.
@@ -207,7 +214,7 @@ impl Run<'_> {
         let cuts = self.hosts.iter().flat_map(|host| &host.cut_until).filter(|until| **until > when).count();
         let alone = self.hosts.iter().any(|host| host.nics.len() == 1);
         if alone || cuts > 1 {
-            self.outage(None, when, time);
+            self.outage(Cost::Peer, None, when, time);
         }
     }
 
@@ -219,12 +226,14 @@ impl Run<'_> {
         let address = self.hosts[end].nics[nic];
         self.hosts[end].cut_until[nic] = Duration::MAX;
         self.missing_paths(when, OUTAGE_MAX);
+        // Until the endpoint notices, it gives the address to peers.
+        self.outage(Cost::Connect, Some(end), when, NICS_LOOKED_AT);
         // A handshake may have got this address alone, one that begins before the NIC is gone too.
         let is_later = when > self.driver.now();
         let connecting =
             |link: &&mut Link| (link.started || is_later) && link.peers.iter().any(Option::is_none);
         for link in self.links.iter_mut().filter(connecting) {
-            link.outages.push(Outage { since: when, lasts: OUTAGE_MAX });
+            link.outages.push(Outage::new(Cost::Peer, when, OUTAGE_MAX));
         }
         Box::new(move |driver| driver.delete(address))
     }
@@ -232,7 +241,7 @@ impl Run<'_> {
     fn freeze(&mut self, end: usize, when: Duration, time: Duration) -> Effect {
         let Some(slot) = self.hosts[end].slot else { return nothing() };
         let name = self.hosts[end].sim.host_name().to_owned();
-        self.outage(Some(end), when, time);
+        self.outage(Cost::Peer, Some(end), when, time);
         Box::new(move |driver| {
             // Its process may have been killed before, and another one started.
             if driver.endpoint(slot).is_none() {

@@ -4,6 +4,7 @@
 //! Read next: `faults.rs`.
 
 use super::*;
+use ferrywire::RegisterError;
 
 impl Run<'_> {
     pub(super) fn step(&mut self, step: &Step) -> Check {
@@ -62,7 +63,7 @@ impl Run<'_> {
         let (nics, count) = (self.hosts[to].addresses(), self.ops.len());
         let address = SocketAddr::new(nics[(index + count) % nics.len()], PORT);
         let link = &mut self.links[index];
-        (link.slots, link.started) = ([near, far], true);
+        (link.slots, link.started, link.began) = ([near, far], true, self.driver.now());
         match timeout {
             Some(timeout) => {
                 let since = self.driver.now();
@@ -74,14 +75,16 @@ impl Run<'_> {
                         format!("it took {took:?}, and the timeout is {timeout:?}"),
                     );
                 }
-                self.connected(index, result);
+                self.connected(index, result, true)
             }
             None => match endpoint.start_connect(address) {
-                Ok(connecting) => self.links[index].connecting = Some(connecting),
-                Err(error) => self.links[index].failed = Some(error.to_string()),
+                Ok(connecting) => {
+                    self.links[index].connecting = Some(connecting);
+                    Ok(())
+                }
+                Err(error) => self.connect_failed(index, &error, false),
             },
         }
-        Ok(())
     }
 
     /// Whether a link has ended, or was never established.
@@ -117,7 +120,7 @@ impl Run<'_> {
         self.scenario.steps.iter().any(drops)
     }
 
-    /// Makes the area of an operation at one end.
+    /// Makes the area of an operation at one end; `None` if its process was killed.
     pub(super) fn area(
         &mut self,
         slot: usize,
@@ -125,8 +128,8 @@ impl Run<'_> {
         post: &Post,
         part: usize,
         salt: Option<u64>,
-    ) -> Option<usize> {
-        let endpoint = self.driver.endpoint(slot)?;
+    ) -> Result<Option<usize>, Broken> {
+        let Some(endpoint) = self.driver.endpoint(slot) else { return Ok(None) };
         let gap = if post.blocks > 1 { 5 + part * 3 + usize::from(salt.is_some()) * 2 } else { 0 };
         let blocks = split(part_bytes(post, part), post.blocks, gap);
         let gpu = on_gpu.then(|| self.driver.gpus[slot % self.driver.gpus.len()].clone());
@@ -136,10 +139,10 @@ impl Run<'_> {
             true if self.is_dropped(post.id) => Raw::Kept,
             true => Raw::WithOwner,
         };
-        let area = Area::new(slot, &endpoint, gpu.as_ref(), raw, blocks, salt).ok()?;
+        let mut area = registered(post, Area::new(slot, &endpoint, gpu.as_ref(), raw, blocks, salt))?;
+        area.loose = self.corrupts;
         self.areas.push(area);
-        self.areas.last_mut().into_iter().for_each(|area| area.loose = self.corrupts);
-        Some(self.areas.len() - 1)
+        Ok(Some(self.areas.len() - 1))
     }
 
     pub(super) fn post(&mut self, post: &Post) -> Check {
@@ -151,14 +154,14 @@ impl Run<'_> {
         for part in 0..post.regions {
             let salt = salt_of(post.id, part);
             if matches!(post.verb, Verb::Write | Verb::Read | Verb::Send { .. }) {
-                let Some(area) = self.area(source, post.source_on_gpu, post, part, Some(salt)) else {
+                let Some(area) = self.area(source, post.source_on_gpu, post, part, Some(salt))? else {
                     return Ok(());
                 };
                 sources.push(area);
             }
             if matches!(post.verb, Verb::Write | Verb::Read | Verb::Recv { .. }) {
                 let at = if matches!(post.verb, Verb::Recv { .. }) { near } else { target };
-                let Some(area) = self.area(at, post.target_on_gpu, post, part, None) else { return Ok(()) };
+                let Some(area) = self.area(at, post.target_on_gpu, post, part, None)? else { return Ok(()) };
                 match post.verb {
                     Verb::Recv { .. } => self.areas[area].phase = Phase::OpenForMessage,
                     _ => self.areas[area].expect(&pattern(part_bytes(post, part), salt)),
@@ -452,6 +455,7 @@ impl Run<'_> {
             self.later(meanwhile);
             return Ok(());
         };
+        self.hosts[end].closed = true;
         for link in self.links.iter_mut().filter(|link| link.started) {
             let side = link.slots.iter().position(|each| *each == slot);
             if let Some(side) = side {
@@ -484,7 +488,7 @@ impl Run<'_> {
         // The memory ends with its process, although the area still has the bytes that had arrived.
         self.areas.iter_mut().filter(|area| area.slot == slot).for_each(|area| area.phase = Phase::Gone);
         for link in self.links.iter_mut().filter(|link| link.started && link.slots.contains(&slot)) {
-            link.outages.push(Outage { since: self.driver.now(), lasts: OUTAGE_MAX });
+            link.outages.push(Outage::new(Cost::Peer, self.driver.now(), OUTAGE_MAX));
             if link.slots[0] == slot {
                 link.connecting = None;
             }
@@ -500,4 +504,23 @@ impl Run<'_> {
     }
 
     // --- Faults -------------------------------------------------------------------------------
+}
+
+/// The area of an operation. Memory is registered also with an endpoint that is closed, and no fault of a scenario prevents it.
+fn registered(post: &Post, area: Result<Area, RegisterError>) -> Result<Area, Broken> {
+    area.or_else(|error| broken("memory is registered", format!("{post:?}: {error:?}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_that_is_not_registered_breaks_the_run() {
+        let post = Post::plain(3, 0, 0, Verb::Write, 100);
+        let why = RegisterError::Internal("no memory".into());
+        let broken = registered(&post, Err(why)).err().expect("the error is reported");
+        assert_eq!(broken.invariant, "memory is registered");
+        assert!(broken.detail.contains("no memory"), "{}", broken.detail);
+    }
 }

@@ -284,6 +284,12 @@ impl SimNet {
         state.nics[nic].dial_faults.extend(std::iter::repeat_n(fault, count));
     }
 
+    /// Number of dials to a NIC that a fault has failed so far.
+    pub fn failed_dials(&self, nic: IpAddr) -> u64 {
+        let state = self.lock();
+        state.nics[state.nic_of(nic)].failed_dials
+    }
+
     /// Makes dials succeed again: forgets the failures that `fail_dials` has left.
     pub fn allow_dials(&self) {
         self.lock().nics.iter_mut().for_each(|nic| nic.dial_faults.clear());

@@ -46,6 +46,8 @@ pub(super) struct NicState {
     cut_epoch: u64,
     /// Faults of the next dials to this NIC, first dial first.
     pub(super) dial_faults: VecDeque<DialFault>,
+    /// Number of dials to this NIC that a fault has failed.
+    pub(super) failed_dials: u64,
 }
 
 #[derive(Debug)]
@@ -223,6 +225,7 @@ impl State {
             cut_since: Duration::ZERO,
             cut_epoch: 0,
             dial_faults: VecDeque::new(),
+            failed_dials: 0,
         });
     }
 

@@ -124,6 +124,12 @@ impl State {
     }
 
     fn dial_fault(&mut self, nic: usize) -> Option<DialFault> {
+        let fault = self.next_dial_fault(nic);
+        self.nics[nic].failed_dials += u64::from(fault.is_some());
+        fault
+    }
+
+    fn next_dial_fault(&mut self, nic: usize) -> Option<DialFault> {
         if let Some(fault) = self.nics[nic].dial_faults.pop_front() {
             return Some(fault);
         }

@@ -134,6 +134,7 @@ fn dials_succeed_once_their_failures_are_ended() {
     let mut good = pair.a.dial(None, SocketAddr::new(ip(B0), 7000), &ConnOptions::default()).unwrap();
     pair.net.advance(ms(1));
     assert_eq!(Pair::kind_of_send(&mut *good), Ok(1));
+    assert_eq!(pair.net.failed_dials(ip(B0)), 0);
 }
 
 #[test]
