@@ -122,7 +122,7 @@ impl Run<'_> {
             TransferError::Closed => link.closing[op.post.side],
             TransferError::PeerLost { .. } | TransferError::PeerClosed { .. } => {
                 let known = link.peers[op.post.side].as_ref().is_none_or(|peer| peer.error().is_some());
-                known && (link.may_be_lost(self.driver.now()) || link.closing != [false; 2])
+                known && link.loss_is_excused(op.post.side, self.driver.now())
             }
             TransferError::Cancelled => op.cancelled,
             TransferError::AccessRefused { .. } => match op.post.verb {

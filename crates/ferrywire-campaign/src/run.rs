@@ -111,6 +111,12 @@ pub struct Link {
     /// Whether the user has closed or dropped the peer, by side.
     pub closing: [bool; 2],
     outages: Vec<Outage>,
+    /// The longer peer timeout of both ends.
+    peer_timeout: Duration,
+    /// When a check saw the peer working last, by side.
+    well_at: [Duration; 2],
+    /// Whether an end has lost its peer, for a reason.
+    is_lost: bool,
     reading: [bool; 2],
     resumed: bool,
 }
@@ -212,7 +218,9 @@ impl Run<'_> {
             self.start(end)?;
         }
         for (a, b) in &self.scenario.links {
-            self.links.push(Link::new((*a, *b)));
+            let timeout_ms = [*a, *b].map(|end| self.scenario.ends[end].peer_timeout_ms);
+            let peer_timeout = Duration::from_millis(timeout_ms[0].max(timeout_ms[1]));
+            self.links.push(Link { peer_timeout, ..Link::new((*a, *b)) });
         }
         for index in 0..self.scenario.steps.len() {
             let step = self.scenario.steps[index].clone();
@@ -340,6 +348,7 @@ impl Run<'_> {
     fn look(&mut self) -> Check {
         self.note_failed_dials();
         self.look_for_peers()?;
+        self.look_for_losses()?;
         let is_open = |op: &Op| op.transfer.is_some() && op.outcome.is_none();
         let mut open: Vec<usize> = (0..self.ops.len()).filter(|index| is_open(&self.ops[*index])).collect();
         if open.len() > ASKED_MAX {
@@ -515,6 +524,9 @@ impl Link {
             accepted: false,
             closing: [false; 2],
             outages: Vec::new(),
+            peer_timeout: Duration::ZERO,
+            well_at: [Duration::ZERO; 2],
+            is_lost: false,
             reading: [true; 2],
             resumed: false,
         }

@@ -58,6 +58,27 @@ fn a_connect_fails_only_for_a_reason() {
     assert_eq!(far(vec![(1000, Action::Fault(reset))]), Ok(()));
 }
 
+/// Regression: an outage of a second excused every later loss of its link.
+#[test]
+fn a_peer_is_lost_only_for_a_recent_reason() {
+    let _alone = GPUS.lock().unwrap_or_else(PoisonError::into_inner);
+    // No fault of the kinds that may cost a peer: on this path its heartbeats are later than the peer timeout.
+    let late = Fault::Latency { end: 1, nic: 0, us: 30_000_000 };
+    let lost_after = |pause_us: u64| {
+        let scenario = pair([
+            (0, Action::Post(Post::plain(0, 0, 0, Verb::Write, 100))),
+            (0, Action::Fault(Fault::Partition { end: 1, us: 2_000_000 })),
+            (2_000_000 + pause_us, Action::Fault(late.clone())),
+            (0, Action::Post(Post::plain(1, 0, 0, Verb::Write, 100))),
+            (20_000_000, Action::Poll(1)),
+        ]);
+        attempt(&scenario, &gpus(7), false).1
+    };
+    assert_eq!(lost_after(0), Ok(()));
+    let broken = lost_after(40_000_000).expect_err("the outage was long before the loss");
+    assert_eq!(broken.invariant, "a peer is lost only for a reason");
+}
+
 /// Regression: copies of the failed run stayed queued and a stream's gate stayed shut, so later runs of the thread met GPUs with work.
 #[test]
 fn a_run_that_fails_leaves_no_work_on_the_gpus() {

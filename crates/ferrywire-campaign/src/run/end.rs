@@ -3,6 +3,7 @@
 //! Invariant: after `check_nothing_left` no endpoint, region or reference of the run exists.
 //! Read next: `judge.rs`, which outcomes are allowed.
 
+use super::outages::NOTICED_MAX;
 use super::*;
 use crate::judge::is_gone;
 use ferrywire::{limits, metrics};
@@ -10,8 +11,6 @@ use ferrywire::{limits, metrics};
 /// Numbers of the messages at the end of a run, behind those of all steps, and their tag.
 const PROBES_FROM: OpId = 1 << 20;
 const PROBE_TAG: u64 = 10;
-/// Time after its peer timeout in which an end notices that its peer is gone.
-const NOTICED_MAX: Duration = Duration::from_secs(5);
 
 impl Run<'_> {
     /// Ends all faults, and waits until all operations that can end have ended.
@@ -19,7 +18,7 @@ impl Run<'_> {
         note!(self, "all faults end");
         self.driver.end_faults();
         let now = self.driver.now();
-        self.links.iter_mut().for_each(|link| link.outages.retain(|outage| outage.since <= now));
+        self.end_outages();
         let has_begun = |since: &Duration| *since <= now;
         self.hosts.iter_mut().for_each(|host| host.gpu_faulty = host.gpu_faulty.filter(has_begun));
         let net = self.driver.net.clone();

@@ -64,6 +64,7 @@ impl Run<'_> {
         let address = SocketAddr::new(nics[(index + count) % nics.len()], PORT);
         let link = &mut self.links[index];
         (link.slots, link.started, link.began) = ([near, far], true, self.driver.now());
+        link.well_at = [link.began; 2];
         match timeout {
             Some(timeout) => {
                 let since = self.driver.now();
