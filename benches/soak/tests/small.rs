@@ -4,6 +4,12 @@ use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Time within which a peer says what a test waits for; a peer needs less than a second.
+const SAID_WITHIN: Duration = Duration::from_secs(60);
 
 /// The folder of the built programs.
 fn programs() -> PathBuf {
@@ -52,10 +58,19 @@ impl Peer {
         Peer { child, _orders: orders }
     }
 
-    /// The first line of this kind.
+    /// The first line of this kind. A peer goes on until its driver is gone, so it may never say one.
     fn first(&mut self, kind: &str) -> String {
-        let mut lines = BufReader::new(self.child.stdout.take().unwrap()).lines().map_while(Result::ok);
-        lines.find(|line| line.starts_with(kind)).unwrap_or_else(|| panic!("it never said {kind}"))
+        let lines = BufReader::new(self.child.stdout.take().unwrap()).lines().map_while(Result::ok);
+        let (said, heard) = mpsc::channel();
+        thread::spawn(move || lines.into_iter().try_for_each(|line| said.send(line)));
+        let until = Instant::now() + SAID_WITHIN;
+        loop {
+            match heard.recv_timeout(until.saturating_duration_since(Instant::now())) {
+                Ok(line) if line.starts_with(kind) => return line,
+                Ok(_) => {}
+                Err(_) => panic!("it did not say {kind} within {SAID_WITHIN:?}"),
+            }
+        }
     }
 }
 
