@@ -85,6 +85,7 @@ class Soak:
         self.failures, self.left_out, self.rests, self.intervals, self.by = [], [], [], [], collections.Counter()
         self.timers, self.down, self.secrets, self.number = [], {}, ("soak-secret-0", None), 0
         self.unexpected, self.full_channels, self.began, self.hosts = 0, 0, time.monotonic(), None
+        self.is_finishing = False
         self.folder = tempfile.mkdtemp(prefix="ferrywire-soak-")
         self.env = {name: value for name, value in os.environ.items() if not name.startswith("FERRYWIRE_")}
         self.env["PYTHONPATH"] = os.path.join(o.bin, "soak-python")
@@ -164,6 +165,9 @@ class Soak:
             elif kind == "lost":
                 self.noted["lost of other"] += 1
                 is_wrong = member.server != "other" or self.noted["lost of other"] > self.done["kills of other"]
+            elif kind == "closed" and member.server == "main":
+                # `main` closes nothing before the end of the soak.
+                is_wrong = text != "for a new connection" and not self.is_finishing
             else:
                 is_wrong = kind not in ("closed", "retried")
             if is_wrong:
@@ -458,6 +462,7 @@ class Soak:
 
     def finish(self):
         """Ends all processes in an orderly way, clients first."""
+        self.is_finishing = True
         for group in ((self.anchor, *self.clients), tuple(self.servers.values())):
             for member in group:
                 if member.runs:

@@ -36,6 +36,17 @@ fn a_soak_of_seconds_passes_and_says_what_it_moved() {
     fs::remove_file(json).expect("the results are written");
 }
 
+#[test]
+fn the_soak_judges_as_its_description_says() {
+    if Command::new("python3").arg("--version").output().is_err() {
+        return println!("SKIPPED: needs python3");
+    }
+    let tests = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/judging.py");
+    let mut command = Command::new("python3");
+    let output = command.arg(tests).env("PYTHONDONTWRITEBYTECODE", "1").output().expect("python3 starts");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
 /// A server or a client, ended when it is dropped.
 struct Peer {
     child: Child,
