@@ -85,7 +85,7 @@ class Soak:
         self.failures, self.left_out, self.rests, self.intervals, self.by = [], [], [], [], collections.Counter()
         self.timers, self.down, self.secrets, self.number = [], {}, ("soak-secret-0", None), 0
         self.unexpected, self.full_channels, self.began, self.hosts = 0, 0, time.monotonic(), None
-        self.is_finishing = False
+        self.is_finishing, self.rest_goal, self.rests_tried = False, 0, 0
         self.folder = tempfile.mkdtemp(prefix="ferrywire-soak-")
         self.env = {name: value for name, value in os.environ.items() if not name.startswith("FERRYWIRE_")}
         self.env["PYTHONPATH"] = os.path.join(o.bin, "soak-python")
@@ -419,7 +419,20 @@ class Soak:
 
     def is_over(self, plan):
         is_late = self.o.minutes is not None and time.monotonic() > self.end
-        return not plan and (is_late or self.o.bytes is not None and self.totals["bytes"] >= self.o.bytes)
+        is_done = not plan and self.rests_tried >= self.rest_goal - 1
+        return is_done and (is_late or self.o.bytes is not None and self.totals["bytes"] >= self.o.bytes)
+
+    def rest_is_due(self, plan, total):
+        """Whether the next rest before the last one is due: rests divide the faults, the time or the bytes evenly."""
+        shares = []
+        if total:
+            shares.append((total - len(plan)) / total)
+        if self.o.minutes is not None:
+            shares.append(self.elapsed() / max(1, 60 * self.o.minutes))
+        if self.o.bytes is not None:
+            shares.append(self.totals["bytes"] / max(1, self.o.bytes))
+        last = self.rest_goal - 1
+        return self.rests_tried < last and max(shares) >= self.rests_tried / last
 
     def run(self):
         self.next_report = time.monotonic() + INTERVAL_S
@@ -438,26 +451,41 @@ class Soak:
             raise Stopped(f"not connected: {[m.name for m in self.members if not m.is_up]}")
         self.end = self.began + 60 * self.o.minutes if self.o.minutes is not None else None
         plan, self.goal = self.planned()
-        rests = self.o.rests or max(2, min(12, int(self.o.minutes or 12) + 1))
-        self.rest()
-        per_rest, total, last = max(1, len(plan) // max(1, rests - 1)), len(plan), time.monotonic()
+        # Growth is seen between two rests.
+        self.rest_goal = max(2, self.o.rests or min(12, int(self.o.minutes or 12) + 1))
+        self.take_rest()
+        total, last = len(plan), time.monotonic()
         while not self.is_over(plan):
             self.tick()
-            if not plan or time.monotonic() < last + self.gap_s(plan, rests):
+            if self.rest_is_due(plan, total):
+                self.take_rest()
+                last = time.monotonic()
+            if not plan or time.monotonic() < last + self.gap_s(plan):
                 continue
             fault, last = plan.pop(), time.monotonic()
             if getattr(self, fault[:-1])():
                 self.done[fault] += 1
             else:
                 plan.insert(self.dice.randrange(len(plan) + 1), fault)
-            if total - len(plan) >= per_rest * len(self.rests) and len(self.rests) < rests - 1:
-                self.rest()
-                last = time.monotonic()
+        self.take_rest()
+
+    def take_rest(self):
+        self.rests_tried += 1
         self.rest()
 
-    def gap_s(self, plan, rests):
+    def judge_goals(self):
+        """Fails if anything is short of what was asked for."""
+        for fault, count in self.goal.items():
+            if self.done[fault] < count:
+                self.fail(f"short: {self.done[fault]} of {count} {fault}")
+        if len(self.rests) < self.rest_goal:
+            self.fail(f"short: {len(self.rests)} of {self.rest_goal} rests")
+        if self.o.bytes is not None and self.totals["bytes"] < self.o.bytes:
+            self.fail(f"short: {self.totals['bytes'] / 1e9:.2f} of {self.o.bytes / 1e9:.2f} GB")
+
+    def gap_s(self, plan):
         """Time between two faults, so that the last ones come shortly before the end."""
-        for_rests = 8 * max(0, rests - 1 - len(self.rests))
+        for_rests = 8 * max(0, self.rest_goal - 1 - self.rests_tried)
         return max(0.05, (self.left_s() * 0.95 - for_rests) / len(plan))
 
     def finish(self):
@@ -567,11 +595,7 @@ def main():
         soak.run()
         soak.finish()
         soak.judge_growth()
-        for fault, count in soak.goal.items():
-            if soak.done[fault] < count:
-                soak.fail(f"short: {soak.done[fault]} of {count} {fault}")
-        if o.bytes is not None and soak.totals["bytes"] < o.bytes:
-            soak.fail(f"short: {soak.totals['bytes'] / 1e9:.2f} of {o.bytes / 1e9:.2f} GB")
+        soak.judge_goals()
         is_finished = True
     except Stopped as error:
         soak.fail(str(error))
