@@ -110,6 +110,7 @@ fn dials_fail_as_asked() {
     let to = SocketAddr::new(ip(B0), 7000);
     let dial = |to| pair.a.dial(None, to, &ConnOptions::default()).unwrap();
     let [mut refused, mut timed_out, mut good] = [dial(to), dial(to), dial(to)];
+    assert_eq!(pair.net.failed_dials(ip(B0)), 2);
     let mut nowhere = dial("10.0.0.99:1".parse().unwrap());
     pair.net.advance(ms(1));
     assert_eq!(Pair::kind_of_send(&mut *refused), Err(ErrorKind::ConnectionRefused));
