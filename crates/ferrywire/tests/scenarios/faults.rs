@@ -239,6 +239,19 @@ pub fn the_only_channel_leaves_a_path_that_it_comes_up_on_and_loses<W: Faulty>(w
     finish_long_write(world, write, &far);
 }
 
+/// Regression: the connect failed after 5 s, because the only channel was dialled on its own path alone.
+pub fn the_only_channel_is_set_up_over_another_path_than_its_silent_one<W: Faulty>(world: &mut W) {
+    let ends = [0, 1].map(|_| world.add(3, |builder| builder.channels(1).chunk_bytes(8192)));
+    // The peer is dialled at its first NIC, and the channel has the path of another one.
+    for silent in [1, 2] {
+        world.net().fail_dials(world.nic(ends[1], silent), DialFault::TimeOut, 20);
+    }
+    let (near, far) = world.connect(ends[0], ends[1]);
+    assert_eq!(near.stats().channels[0].nic, "eth0");
+    let write = long_write(world, &near);
+    finish_long_write(world, write, &far);
+}
+
 /// Regression: the peer stayed connected without a channel, because each of its paths had lost a NIC at one end.
 pub fn nics_deleted_at_both_ends_leave_the_path_of_the_control_session<W: Faulty>(world: &mut W) {
     let ends = [0, 1].map(|_| world.add(2, |builder| builder.channels(2).chunk_bytes(8192)));

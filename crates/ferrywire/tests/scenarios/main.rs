@@ -190,6 +190,7 @@ scenarios! {
     sim(20): faults::{
         the_only_channel_leaves_the_path_of_a_deleted_nic,
         the_only_channel_leaves_a_path_that_it_comes_up_on_and_loses,
+        the_only_channel_is_set_up_over_another_path_than_its_silent_one,
         nics_deleted_at_both_ends_leave_the_path_of_the_control_session,
         unanswered_dials_of_the_only_channel_cost_seconds,
     };

@@ -60,9 +60,9 @@ impl Link {
     }
 
     /// The path over which a channel is dialled: its own. While no channel is up, although the peer answers over the
-    /// control connection, the first channel tries the other paths too.
+    /// control connection, the first channel tries the other paths too; in set-up once a dial has failed.
     fn path_to_dial(&mut self, context: &Context, index: u16, now: Duration) -> Option<Pair> {
-        let may_detour = index == 0 && !self.settling() && !self.any_is_up();
+        let may_detour = index == 0 && !self.any_is_up() && (!self.settling() || self.leads_nowhere());
         let Role::Connector(connector) = &mut self.role else { return None };
         let own = connector.path(index).clone();
         if index == 0 {
