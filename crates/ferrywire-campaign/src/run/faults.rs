@@ -6,10 +6,6 @@
 //! Read next: `end.rs`.
 
 use super::*;
-use ferrywire::limits;
-
-/// Longest time after which an endpoint notices that a NIC is gone: it looks once in this interval, and a turn may be late.
-const NICS_LOOKED_AT: Duration = limits::REDIAL_INTERVAL.saturating_mul(2);
 
 impl Run<'_> {
     /// Lets a fault begin some time after now, within the close that follows.
@@ -226,8 +222,6 @@ impl Run<'_> {
         let address = self.hosts[end].nics[nic];
         self.hosts[end].cut_until[nic] = Duration::MAX;
         self.missing_paths(when, OUTAGE_MAX);
-        // Until the endpoint notices, it gives the address to peers.
-        self.outage(Cost::Connect, Some(end), when, NICS_LOOKED_AT);
         // A handshake may have got this address alone, one that begins before the NIC is gone too.
         let is_later = when > self.driver.now();
         let connecting =
