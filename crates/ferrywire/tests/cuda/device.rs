@@ -7,6 +7,7 @@ use ferrywire_memory::GpuCopy;
 use ferrywire_memory::cuda::{
     CudaError, CudaEvent, CudaGpu, CudaPattern, CudaStream, PinnedBuffer, dmabuf_fd, driver_version, pointer,
 };
+use ferrywire_memory::unpack::{Kernels, PatternParameters};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -203,6 +204,47 @@ fn a_batch_copies_every_piece_and_nothing_else() {
     assert!(if batches { calls == 1 } else { calls > PIECES / 2 && calls <= PIECES }, "{calls}");
     // SAFETY: nothing is named.
     assert_eq!(unsafe { stream.copy_batch(&[GpuCopy::default(); 9]) }.unwrap(), 0);
+}
+
+/// Work in the stream of another GPU passed with the stand-in, and failed with a driver.
+#[test]
+fn a_stream_of_another_gpu_takes_copies_and_refuses_fills_records_and_kernels() {
+    const BYTES: usize = 4096;
+    const INVALID_HANDLE: u32 = 400;
+    let Some(gpu) = gpu() else { return };
+    let other = other_gpu(&gpu);
+    if other.index() == gpu.index() {
+        return;
+    }
+    let code = |refused: Result<(), CudaError>| match refused {
+        Err(CudaError::Call { failure }) => failure.code,
+        other => panic!("{other:?}"),
+    };
+    let (memory, pinned) = (gpu.alloc(BYTES, 4096).unwrap(), gpu.pinned(BYTES).unwrap());
+    let (stream, event) = (other.stream().unwrap(), CudaEvent::new(&gpu).unwrap());
+    // SAFETY: all of it lives until the stream is done.
+    unsafe {
+        stream.copy(pinned.address(), memory.address(), BYTES).unwrap();
+        stream.write_flag_u64(pinned.address(), 7).unwrap();
+        assert_eq!(code(stream.fill(memory.address(), 1, BYTES)), 1);
+    }
+    assert_eq!(code(stream.record(&event)), INVALID_HANDLE);
+    assert_eq!(event.query(), Ok(true));
+    stream.wait_event(&event).unwrap();
+    if let Ok(kernels) = Kernels::of(&gpu) {
+        let pattern = PatternParameters {
+            key: 0,
+            step: 0,
+            flip: 0,
+            offset: 0,
+            address: memory.address(),
+            bytes: BYTES as u64,
+        };
+        // SAFETY: the memory lives until the stream is done.
+        assert_eq!(code(unsafe { kernels.fill(&stream, pattern) }), INVALID_HANDLE);
+    }
+    stream.wait(LONG).unwrap();
+    assert_eq!(of_pinned(&pinned)[..8], 7u64.to_ne_bytes());
 }
 
 #[test]

@@ -22,7 +22,7 @@
 #endif
 
 enum { DONE = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_DEVICE = 101 };
-enum { INVALID_CONTEXT = 201, NOT_FOUND = 500, NOT_READY = 600, NOT_SUPPORTED = 801, RANGES = 8192, GONE = 64 };
+enum { INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600, NOT_SUPPORTED = 801, RANGES = 8192, GONE = 64 };
 /* Of what is being freed, work that was given before goes on; nothing more is given. */
 enum { FREE, DEVICE, PINNED, GOING };
 typedef unsigned long long address;
@@ -255,7 +255,7 @@ int cuMemFree_v2(address at) {
         if (gone[next_gone].bytes) munmap((void *)gone[next_gone].base, gone[next_gone].bytes);
         gone[next_gone].base = old.base, gone[next_gone].bytes = old.bytes;
         next_gone = (next_gone + 1) % GONE;
-        finish_all();
+        finish_all(old.device);
         found->kind = FREE;
         taken -= old.bytes;
         mmap((void *)old.base, old.bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
@@ -281,7 +281,7 @@ int cuMemHostUnregister(void *base) {
     pthread_mutex_lock(&lock);
     struct range *found = find((address)base);
     int right = found && found->kind == PINNED && found->base == (address)base;
-    if (right) found->kind = GOING, finish_all(), found->kind = FREE, pinned -= found->bytes;
+    if (right) found->kind = GOING, finish_all(found->device), found->kind = FREE, pinned -= found->bytes;
     pthread_mutex_unlock(&lock);
     return right ? DONE : INVALID_VALUE;
 }

@@ -1,9 +1,11 @@
 /* Streams and events of the stand-in: work that is done late, by a thread of its own, in the order of each stream and
  * in no order among them. Code that uses memory before its copy is done finds wrong bytes.
  *
- * Part of stand_in.c, whose `lock` guards all of this. Streams and events are numbers in disguise. */
+ * Part of stand_in.c, whose `lock` guards all of this. Streams and events are numbers in disguise, and
+ * belong to the device that was current when they were made. What a driver refuses of another device's, and what not, was seen
+ * with driver 580 on two H200: launches, fills and records, but no copies, flags, waits and queries. */
 
-enum { COPY, FILL, FLAG, KERNEL, AWAIT, HOLD, STREAMS = 2048, EVENTS = 2048, PARAMETERS = 2048 };
+enum { COPY, FILL, FLAG, KERNEL, AWAIT, HOLD, STREAMS = 2048, EVENTS = 2048, PARAMETERS = 2048, KERNELS_MAX = 64 };
 
 /* A GPU has few queues for its multiprocessors, and so many streams that wait for a word of memory stand in all of them; in the
  * only one, if a variable asks for that. They are for kernels, for what is filled, for copies within a GPU, and, as an H200's
@@ -38,12 +40,12 @@ struct rectangle {
 
 /* A stream counts the work that was enqueued and the work that is done: an event is a stream and a count. */
 static struct stream {
-    int open;
+    int open, device;
     struct work *first, **end;
     address given, done;
 } all_streams[STREAMS];
 static struct event {
-    int open, stream;
+    int open, device, stream;
     address at;
 } all_events[EVENTS];
 static pthread_cond_t more = PTHREAD_COND_INITIALIZER, less = PTHREAD_COND_INITIALIZER;
@@ -197,9 +199,10 @@ static void finish(struct stream *stream) {
     while (stream->done < given) pthread_cond_wait(&less, &lock);
 }
 
-/* Waits for all work enqueued so far, as freeing or unpinning memory does. */
-static void finish_all(void) {
-    for (int k = 0; k < STREAMS; k++) finish(&all_streams[k]);
+/* Waits for all work that a device was given so far, as freeing or unpinning its memory does. Work of other devices goes on. */
+static void finish_all(int device) {
+    for (int k = 0; k < STREAMS; k++)
+        if (all_streams[k].device == device) finish(&all_streams[k]);
 }
 
 /* Unknown addresses are the host's, and the work is done when this returns. */
@@ -240,9 +243,11 @@ static int fill_or_flag(void *handle, int what, address target, address value, s
     NEEDS_CONTEXT;
     pthread_mutex_lock(&lock);
     struct stream *stream = stream_of(handle);
-    char *to = find(target) ? view(target, bytes) : NULL;
+    struct range *range = find(target);
+    char *to = range ? view(target, bytes) : NULL;
     struct work work = {.what = what, .to = to, .value = value, .bytes = bytes};
-    int given = to && stream ? give(stream, work) : INVALID_VALUE;
+    int elsewhere = what == FILL && stream && range && range->kind == DEVICE && range->device != stream->device;
+    int given = to && stream && !elsewhere ? give(stream, work) : INVALID_VALUE;
     pthread_mutex_unlock(&lock);
     return given;
 }
@@ -316,9 +321,10 @@ int cuStreamCreate(void **stream, unsigned flags) {
     pthread_mutex_lock(&lock);
     long found = -1;
     for (int k = 0; k < STREAMS && found < 0; k++)
-        if (!all_streams[k].open) found = k;
+        if (!all_streams[k].open && (!all_streams[k].first || all_streams[k].device == current())) found = k;
     if (found >= 0) {
         all_streams[found].open = 1;
+        all_streams[found].device = current();
         if (!all_streams[found].first) all_streams[found].end = &all_streams[found].first;
         streams++;
     }
@@ -389,7 +395,7 @@ int cuEventCreate(void **event, unsigned flags) {
     for (int k = 0; k < EVENTS && found < 0; k++)
         if (!all_events[k].open) found = k;
     if (found >= 0) {
-        all_events[found] = (struct event){1, -1, 0};
+        all_events[found] = (struct event){.open = 1, .device = current(), .stream = -1};
         events++;
     }
     pthread_mutex_unlock(&lock);
@@ -415,13 +421,14 @@ int cuEventRecord(void *handle, void *stream_handle) {
     pthread_mutex_lock(&lock);
     struct event *event = event_of(handle);
     struct stream *stream = stream_of(stream_handle);
-    int right = event && (stream || !stream_handle);
-    if (right) {
+    int done = event && (stream || !stream_handle) ? DONE : INVALID_VALUE;
+    if (done == DONE && event->device != (stream ? stream->device : current())) done = INVALID_HANDLE;
+    if (done == DONE) {
         event->stream = stream ? (int)(stream - all_streams) : -1;
         event->at = stream ? stream->given : 0;
     }
     pthread_mutex_unlock(&lock);
-    return right ? DONE : INVALID_VALUE;
+    return done;
 }
 
 int cuEventQuery(void *handle) {
@@ -437,7 +444,7 @@ int cuEventQuery(void *handle) {
 /* A driver may do so before it loads a kernel, or unloads one. */
 static void wait_for_all(void) {
     pthread_mutex_lock(&lock);
-    finish_all();
+    finish_all(current());
     pthread_mutex_unlock(&lock);
 }
 
@@ -456,8 +463,9 @@ int cuModuleUnload(void *module) {
 
 int cuModuleGetFunction(void **function, void *module, const char *name) {
     NEEDS_CONTEXT;
-    *function = (void *)(long)stand_in_kernel(name);
-    return *function ? DONE : NOT_FOUND;
+    int kernel = stand_in_kernel(name), device = (int *)module - contexts;
+    *function = (void *)(long)(kernel + KERNELS_MAX * device);
+    return kernel ? DONE : NOT_FOUND;
 }
 
 
@@ -516,7 +524,8 @@ int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned 
                    unsigned shared, void *handle, void **parameters, void **extra) {
     NEEDS_CONTEXT;
     if (!x || y != 1 || z != 1 || block_y != 1 || block_z != 1 || shared || extra) return INVALID_VALUE;
-    struct work work = {.what = KERNEL, .kernel = (int)(long)function, .blocks = x, .parameters = malloc(PARAMETERS)};
+    int kernel = (int)((long)function % KERNELS_MAX), device = (int)((long)function / KERNELS_MAX);
+    struct work work = {.what = KERNEL, .kernel = kernel, .blocks = x, .parameters = malloc(PARAMETERS)};
     address delay_ns = 0;
     int given = stand_in_take(work.kernel, block, parameters, work.parameters, &delay_ns) ? DONE : INVALID_VALUE;
     if (delay_ns) work.what = AWAIT, work.other = -1, work.value = delay_ns;
@@ -524,7 +533,7 @@ int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned 
     if (freed) cuMemFree_v2(freed);
     pthread_mutex_lock(&lock);
     struct stream *stream = stream_of(handle);
-    given = given == DONE && stream ? give(stream, work) : INVALID_VALUE;
+    given = given != DONE || !stream ? INVALID_VALUE : stream->device != device ? INVALID_HANDLE : give(stream, work);
     if (given == DONE && launches_block) finish(stream);
     pthread_mutex_unlock(&lock);
     if (given != DONE) free(work.parameters);
