@@ -10,7 +10,6 @@
 
 use ferrywire::{Error, Result};
 use ferrywire_memory::GpuCopy;
-use ferrywire_memory::cuda::deferred_free;
 use ferrywire_memory::unpack::{Fragment, GatherDevice, GatherRun, Mapped, UnpackMode, check_allocated};
 use ferrywire_proto::limits::{GATHER_COPIES_PER_LAUNCH_MAX, GATHER_LAUNCHES_MAX};
 use std::collections::VecDeque;
@@ -146,7 +145,7 @@ impl Gatherer {
     fn launch(&mut self) -> Result<bool> {
         // The launch is announced here, because the work may have waited for long: a kernel may have to queue
         // behind a stream that waits for the very transfer that is gathered.
-        let launching = deferred_free::launching();
+        let launching = self.queue.launching();
         if launching.is_none() {
             self.jobs.iter_mut().for_each(Job::do_without_kernel);
         }

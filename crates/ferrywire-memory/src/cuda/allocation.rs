@@ -27,7 +27,7 @@ pub struct CudaBuffer {
 
 /// One allocation of GPU memory by the driver.
 pub(super) struct Block {
-    gpu: Arc<CudaGpu>,
+    pub(super) gpu: Arc<CudaGpu>,
     raw: u64,
     bytes: usize,
     /// Whether the block may be reused: only transfers use the memory, and none does when the buffer is
@@ -42,7 +42,7 @@ impl Block {
         // SAFETY: the driver writes one address, for which there is room.
         let mut alloc = || unsafe { call!(gpu.about().bytes(bytes), cuMemAlloc_v2(&mut raw, bytes)) };
         alloc().or_else(|_| {
-            deferred_free::make_room();
+            deferred_free::make_room(gpu.index());
             alloc().map_err(|error| with_what_is_free(gpu, error))
         })?;
         Ok(Block { gpu: gpu.clone(), raw, bytes, own: own.into() })

@@ -392,7 +392,7 @@ impl CudaGpu {
         let mut copied = false;
         self.blocking(bytes, |stream, about| {
             // A stream that starts to wait after this queues behind the copy.
-            let Some(_launching) = deferred_free::launching() else { return Ok(()) };
+            let Some(_launching) = deferred_free::launching(self.index) else { return Ok(()) };
             copied = true;
             // SAFETY: the caller promises that `target` is GPU memory of this length; `source` is borrowed
             // until the copy is done.
@@ -455,7 +455,7 @@ impl CudaGpu {
         let mut filled = false;
         self.blocking(bytes, |stream, about| {
             // A stream that starts to wait after this queues behind the fill.
-            let Some(_launching) = deferred_free::launching() else { return Ok(()) };
+            let Some(_launching) = deferred_free::launching(self.index) else { return Ok(()) };
             filled = true;
             // SAFETY: the caller promises that the range is device memory, unused by other code.
             unsafe { call!(about, cuMemsetD8Async(target, 0, bytes, stream)) }

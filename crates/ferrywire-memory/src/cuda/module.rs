@@ -15,7 +15,7 @@ pub struct CudaModule(Option<Loaded>);
 
 #[derive(Debug)]
 pub(super) struct Loaded {
-    gpu: Arc<CudaGpu>,
+    pub(super) gpu: Arc<CudaGpu>,
     raw: sys::CUmodule,
 }
 

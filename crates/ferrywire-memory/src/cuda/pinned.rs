@@ -44,7 +44,7 @@ unsafe impl Sync for PinnedBuffer {}
 /// Pages of host memory that are registered with the driver.
 #[derive(Debug)]
 pub(super) struct Pages {
-    gpu: Arc<CudaGpu>,
+    pub(super) gpu: Arc<CudaGpu>,
     range: AddressRange,
     address: u64,
     /// Whether the pages may be reused: no work is in flight when the buffer is dropped.
@@ -67,10 +67,17 @@ impl Pages {
         // SAFETY: the range is mapped memory of this length, which is unregistered before it is unmapped.
         let register =
             || unsafe { call!(about, cuMemHostRegister_v2(base, range.len(), PORTABLE_AND_MAPPED)) };
-        register().or_else(|_| {
-            deferred_free::make_room();
-            register().map_err(|error| failed(error.to_string()))
-        })?;
+        register()
+            .or_else(|_| {
+                deferred_free::make_room(gpu.index());
+                register()
+            })
+            .or_else(|_| {
+                // Last, since work of another GPU may wait for this thread.
+                deferred_free::make_room_everywhere();
+                register()
+            })
+            .map_err(|error| failed(error.to_string()))?;
         PINNED_BYTES.fetch_add(range.len() as u64, Ordering::Relaxed);
         let mut pages = Pages { gpu: gpu.clone(), range, address: 0, again };
         // SAFETY: the range was just registered; the driver writes one address, for which there is room.

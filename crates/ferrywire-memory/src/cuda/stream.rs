@@ -224,7 +224,7 @@ impl CudaStream {
         let is_short = |bytes: usize| to_gpu && (2..=SHORT_BYTES).contains(&bytes);
         // A stream that starts to wait after this queues behind short copies.
         let any_short = copies.iter().any(|copy| is_short(copy.bytes));
-        let launching = if any_short { deferred_free::launching() } else { None };
+        let launching = if any_short { deferred_free::launching(self.gpu.index()) } else { None };
         let _current = self.gpu.make_current()?;
         for GpuCopy { source, target, bytes } in copies.iter().copied() {
             let (about, stream, host) = (self.gpu.about().bytes(bytes), self.raw, source as *const c_void);

@@ -10,7 +10,6 @@
 use super::device::{self, GatherDevice, GatherRun, Mapped};
 use super::table::Fragment;
 use crate::GpuCopy;
-use crate::cuda::deferred_free;
 use crate::error::{Error, Result};
 use std::fmt;
 
@@ -47,7 +46,7 @@ impl CopyQueue {
             return Err(Error::Internal("a batch of copies was started while another is in flight".into()));
         }
         // A kernel could queue behind a stream that waits for the very transfer that makes these copies.
-        let launching = deferred_free::launching();
+        let launching = self.queue.launching();
         let by_kernel =
             launching.is_some() && copies.len() >= KERNEL_COPIES_MIN && self.has_room(copies.len());
         // The driver would access freed GPU memory as if it were host memory.

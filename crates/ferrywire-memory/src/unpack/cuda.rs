@@ -8,6 +8,7 @@
 
 use super::device::{Extent, GatherDevice, GatherRun, Mapped};
 use super::kernels::{Kernels, RUNS_PER_LAUNCH_MAX};
+use crate::cuda::deferred_free::{self, Launching};
 use crate::cuda::{CudaGpu, CudaStream, PinnedBuffer, pointer};
 use crate::error::{Error, Result};
 use crate::{GpuCopy, MemoryLocation};
@@ -96,6 +97,10 @@ unsafe impl GatherDevice for CudaQueue {
 
     fn map(&self, bytes: usize) -> Result<Mapped> {
         mapped(self.gpu().pinned(bytes)?)
+    }
+
+    fn launching(&self) -> Option<Launching> {
+        deferred_free::launching(self.gpu().index())
     }
 
     fn gather(&mut self, runs: &[GatherRun]) -> Result<()> {

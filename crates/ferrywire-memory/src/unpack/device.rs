@@ -9,6 +9,7 @@
 
 use super::table::Fragment;
 use crate::cuda::CudaError;
+use crate::cuda::deferred_free::Launching;
 use crate::error::Result;
 use crate::{GpuCopy, MemoryLocation};
 use std::fmt::Debug;
@@ -69,6 +70,10 @@ pub unsafe trait GatherDevice: Send + Debug {
 
     /// Allocates zeroed host memory that this GPU accesses at the CPU's address. For set-up only.
     fn map(&self, bytes: usize) -> Result<Mapped>;
+
+    /// A permit to launch a kernel. `None` while a stream waits for a transfer, because the kernel could queue
+    /// behind that stream.
+    fn launching(&self) -> Option<Launching>;
 
     /// Enqueues one kernel that copies all fragments of all runs. `runs` is copied; the fragments are read
     /// when the kernel runs.

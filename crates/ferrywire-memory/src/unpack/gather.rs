@@ -17,7 +17,7 @@ use super::host::HostTwin;
 use super::table::{Bounds, Checked, Fragment, SLOTS};
 use super::{DeviceUnpack, UnpackMode};
 use crate::GpuCopy;
-use crate::cuda::{CudaError, deferred_free};
+use crate::cuda::CudaError;
 use crate::error::{Error, Result};
 use ferrywire_proto::limits::{CHUNK_BYTES_MAX, GATHER_COPIES_PER_LAUNCH_MAX, GATHER_LAUNCHES_MAX};
 use std::collections::VecDeque;
@@ -272,7 +272,7 @@ impl Gather {
     /// Launches one kernel for all waiting slots. Copies replace the kernel while the kernel could queue
     /// behind a stream that waits for the very transfer that is gathered.
     fn launch_kernel(&mut self) -> Result<bool> {
-        let launching = deferred_free::launching();
+        let launching = self.unpack.device.launching();
         let begun = self.waiting.front().is_some_and(|slot| self.jobs[*slot].enqueued > 0);
         if launching.is_none() || begun {
             return self.launch_copies();

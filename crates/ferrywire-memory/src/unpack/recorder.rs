@@ -1,7 +1,7 @@
 //! A test double of a gather queue, which only records its calls.
 
 use super::{Extent, GatherDevice, GatherRun, Mapped};
-use crate::cuda::deferred_free;
+use crate::cuda::deferred_free::{self, Launching};
 use crate::error::{Error, Result};
 use crate::sim::MappedBuffer;
 use crate::{GpuCopy, MemoryLocation};
@@ -57,6 +57,10 @@ unsafe impl GatherDevice for Recorder {
         Ok(unsafe { Mapped::new(buffer.as_ptr(), bytes, buffer) })
     }
 
+    fn launching(&self) -> Option<Launching> {
+        deferred_free::launching(0)
+    }
+
     fn gather(&mut self, _runs: &[GatherRun]) -> Result<()> {
         self.0.lock().unwrap().kernels += 1;
         Ok(())
@@ -76,13 +80,13 @@ unsafe impl GatherDevice for Recorder {
     }
 }
 
-/// A stream that waits for a transfer while this value lives.
+/// A stream of GPU 0 that waits for a transfer while this value lives.
 pub struct Waiting;
 
 impl Waiting {
     #[allow(clippy::new_without_default, reason = "a stream waits from here on")]
     pub fn new() -> Waiting {
-        deferred_free::stream_waits();
+        deferred_free::stream_waits(0);
         Waiting
     }
 }

@@ -4,6 +4,7 @@
 //! Read next: `../sim/stream.rs`.
 
 use super::device::{Extent, GatherDevice, GatherRun, Mapped};
+use crate::cuda::deferred_free::Launching;
 use crate::error::{Error, Result};
 use crate::sim::{MappedBuffer, SimEvent, SimGpu, SimStream};
 use crate::{GpuCopy, MemoryLocation};
@@ -55,6 +56,10 @@ unsafe impl GatherDevice for SimQueue {
         // SAFETY: the buffer is aligned to a page, has that size, is owned here, and stays mapped as long as
         // it lives.
         Ok(unsafe { Mapped::new(buffer.as_ptr(), bytes, buffer) })
+    }
+
+    fn launching(&self) -> Option<Launching> {
+        Some(Launching::unrestricted())
     }
 
     fn gather(&mut self, runs: &[GatherRun]) -> Result<()> {

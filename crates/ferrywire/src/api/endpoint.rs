@@ -556,7 +556,8 @@ impl Endpoint {
     /// Accepts no new peer, finishes the transfers with all peers, stops listening, and ends the threads: the port is free
     /// then. A second call waits for the first one, up to its own timeout, and returns the first one's outcome. With devmem
     /// TCP the queues of NICs are given back. If another process holds a NIC's lock until the timeout (or for
-    /// [`limits::NIC_END_MIN`] if that is longer), the next start gives them back, as after a kill.
+    /// [`limits::NIC_END_MIN`] if that is longer), the next start gives them back, as after a kill. Buffers of transfers
+    /// with a GPU are freed when all work of the GPU is done: if that takes longer than the timeout, after the close.
     ///
     /// # Errors
     /// [`Error::Stalled`] if a peer did not finish in time; [`Error::PeerLost`] if one was lost, or closed,
@@ -700,8 +701,11 @@ impl Inner {
                 let _ = thread.join();
             }
         }
-        // Frees what the progress threads deferred, since this thread may block.
-        deferred_free::clear();
+        // Frees what the progress threads deferred. Freeing waits for all work of a GPU.
+        match timeout {
+            Some(_) => deferred_free::clear_all_within(left()),
+            None => deferred_free::clear_all(),
+        }
         if let Some(backend) = &running.context().backend {
             backend.end(left());
         }

@@ -168,7 +168,7 @@ impl Gates {
     /// `stream` is a live stream of this GPU's primary context, or null.
     pub unsafe fn block(&self, gpu: &Arc<CudaGpu>, stream: RawStream) -> Result<Gate> {
         let gate = self.gate(gpu)?;
-        deferred_free::stream_waits();
+        deferred_free::stream_waits(gpu.index());
         let address = gate.words.page.address() + 8 * gate.word as u64;
         // SAFETY: the word lies in pinned memory, is aligned, and lives as long as the endpoint. It is
         // written when the transfer ends, or below if the stream does not wait for it.

@@ -1,10 +1,12 @@
 //! Streams that wait for transfers hold up nothing that the transfers need.
 
-use super::{gpu, is_alone, is_real, other_gpu, passes};
+use super::{gpu, is_alone, is_real, of_stand_in, other_gpu, passes};
 use ferrywire::{Endpoint, Peer, Region};
-use ferrywire_memory::cuda::CudaStream;
+use ferrywire_memory::cuda::{CudaEvent, CudaGpu, CudaStream, PinnedBuffer, deferred_free};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const LONG: Duration = Duration::from_secs(60);
 const BYTES: usize = 1 << 20;
@@ -20,6 +22,36 @@ fn in_time(body: impl FnOnce() + Send + 'static) {
         Err(RecvTimeoutError::Timeout) => panic!("something waits for a stream that waits for a transfer"),
         _ => thread.join().unwrap(),
     }
+}
+
+/// Work of a GPU, in a stream of its own, that ends when this value is dropped.
+pub struct Unended {
+    stream: CudaStream,
+    flag: PinnedBuffer,
+}
+
+impl Unended {
+    pub fn new(gpu: &Arc<CudaGpu>) -> Unended {
+        let (stream, flag) = (gpu.stream().unwrap(), gpu.pinned(size_of::<u64>()).unwrap());
+        // SAFETY: stream and flag live until the work has ended.
+        unsafe { CudaStream::wait_flag_raw(gpu, stream.raw(), flag.address(), 1) }.unwrap();
+        Unended { stream, flag }
+    }
+}
+
+impl Drop for Unended {
+    fn drop(&mut self) {
+        // SAFETY: an aligned number, to which only this store writes.
+        unsafe { AtomicU64::from_ptr(self.flag.as_ptr().cast()) }.store(1, Ordering::SeqCst);
+        self.stream.finish();
+    }
+}
+
+/// Runs `body` on a thread of its own; returns whether it comes to its end in far more time than it needs.
+pub fn ends<T: Send + 'static>(body: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+    let (ended, end) = channel();
+    std::thread::spawn(move || ended.send(body()));
+    end.recv_timeout(LONG / 4).ok()
 }
 
 struct Pair {
@@ -172,6 +204,91 @@ fn loading_kernels_behind_a_stream_that_waits_holds_up_no_transfer_to_another_gp
         target.read_at(0, &mut found).unwrap();
         assert!(found.iter().all(|byte| *byte == 5));
     });
+}
+
+/// Regression: one lock was for all GPUs. A free waited for a kernel, which waited for a kernel of another GPU, and the thread that
+/// was about to launch that one waited for the free.
+#[test]
+fn a_free_that_waits_for_a_kernel_holds_up_no_stream_of_another_gpu() {
+    let Some(gpu) = gpu() else { return };
+    let other = other_gpu(&gpu);
+    let Some(frees_waiting) = of_stand_in(c"frees_waiting").filter(|_| other.index() != gpu.index()) else {
+        return println!("SKIPPED: needs two GPUs of the stand-in, which says when a free waits");
+    };
+    if !is_alone("held::a_free_that_waits_for_a_kernel_holds_up_no_stream_of_another_gpu") {
+        return;
+    }
+    // SAFETY: the stand-in has this `int`, which is only used as an atomic.
+    let frees_waiting = unsafe { AtomicI32::from_ptr(frees_waiting.cast()) };
+    let accepting = Endpoint::builder().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
+    let target = accepting.alloc_cuda(other.index(), BYTES).unwrap();
+    let pair = join(&accepting);
+    let (received, goes) =
+        (pair.far.recv(1, &target, 0, BYTES as u64).unwrap(), gpu.alloc(BYTES, 4096).unwrap());
+    let stream = Arc::new(other.stream().unwrap());
+    let kernel = Unended::new(&gpu);
+    let frees = std::thread::spawn(move || drop(goes));
+    let start = Instant::now();
+    while frees_waiting.load(Ordering::SeqCst) == 0 {
+        assert!(start.elapsed() < LONG, "memory is freed without waiting for the kernel");
+        std::thread::yield_now();
+    }
+    let (received, blocked) = (Arc::new(received), stream.clone());
+    let blocks = received.clone();
+    let outcome = ends(move || blocks.block_stream(&blocked).unwrap());
+    drop(kernel);
+    frees.join().unwrap();
+    pair.near.send(1, &pair.source, 0, BYTES as u64).unwrap().wait(LONG).unwrap();
+    assert_eq!(received.wait(LONG), Ok(BYTES as u64));
+    stream.wait(LONG).unwrap();
+    assert!(outcome.is_some(), "it waited until the memory was freed");
+}
+
+/// Regression: whoever freed memory of one GPU freed what was kept of all others too, and waited for their work.
+#[test]
+fn memory_is_freed_though_work_of_another_gpu_does_not_end() {
+    let Some(gpu) = gpu() else { return };
+    let other = other_gpu(&gpu);
+    if other.index() == gpu.index() {
+        return;
+    }
+    if !is_alone("held::memory_is_freed_though_work_of_another_gpu_does_not_end") {
+        return;
+    }
+    let [freed, kept] = [&gpu, &other].map(|gpu| gpu.alloc(BYTES, 4096).unwrap());
+    let kernel = Unended::new(&other);
+    // A thread that moves data keeps what it drops.
+    let moving = deferred_free::moving();
+    drop(kept);
+    drop(moving);
+    let outcome = ends(move || drop(freed));
+    drop(kernel);
+    assert!(outcome.is_some(), "it waited for the other GPU");
+}
+
+/// Work of a GPU may be ordered behind a stream of another GPU that waits for a transfer.
+#[test]
+fn memory_is_kept_while_a_stream_of_another_gpu_waits_for_a_transfer() {
+    let Some(gpu) = gpu() else { return };
+    let other = other_gpu(&gpu);
+    if !is_alone("held::memory_is_kept_while_a_stream_of_another_gpu_waits_for_a_transfer") {
+        return;
+    }
+    let accepting = Endpoint::builder().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
+    let target = accepting.alloc_cuda(gpu.index(), BYTES).unwrap();
+    let pair = join(&accepting);
+    let dropped = other.alloc(BYTES, 4096).unwrap();
+    let (waits, behind) = (gpu.stream().unwrap(), other.stream().unwrap());
+    let received = pair.far.recv(1, &target, 0, BYTES as u64).unwrap();
+    received.block_stream(&waits).unwrap();
+    let event = CudaEvent::new(&gpu).unwrap();
+    waits.record(&event).unwrap();
+    behind.wait_event(&event).unwrap();
+    let outcome = ends(move || drop(dropped));
+    pair.near.send(1, &pair.source, 0, BYTES as u64).unwrap().wait(LONG).unwrap();
+    assert_eq!(received.wait(LONG), Ok(BYTES as u64));
+    [waits, behind].iter().for_each(|stream| stream.wait(LONG).unwrap());
+    assert!(outcome.is_some(), "it waited for the transfer");
 }
 
 /// Streams share the queues of the hardware: with many that wait, copies must not stand behind one of them.

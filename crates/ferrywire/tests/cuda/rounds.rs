@@ -1,5 +1,6 @@
 //! Endpoints return all resources of GPUs and driver, and report failures on the way.
 
+use crate::held::{Unended, ends};
 use crate::{ALONE, gpu, is_alone, is_real, moves, of_stand_in, other_gpu, passes, still_moves};
 use cudarc::driver::sys;
 use ferrywire::{Endpoint, Peer, Region, TransferError};
@@ -11,6 +12,8 @@ use std::time::{Duration, Instant};
 /// Far more than anything here takes.
 const LONG: Duration = Duration::from_secs(60);
 const BYTES: usize = 3 << 20;
+/// Time that a close is given which could take for ever.
+const LIMIT: Duration = Duration::from_secs(1);
 
 /// Two endpoints over TCP, and the peer that one of them is to the other.
 fn connected() -> (Endpoint, Endpoint, Peer) {
@@ -462,6 +465,31 @@ fn a_gpu_that_does_not_finish_holds_up_no_other_peer_when_one_is_lost() {
     drop(release);
     assert_eq!(stays.close(LONG), Ok(()));
     assert_eq!(accepting.close(LONG), Ok(()));
+}
+
+/// Regression: a close freed the rings of its peers itself, and a driver frees only when all work of the GPU is done.
+#[test]
+fn a_close_with_a_limit_returns_though_work_of_a_gpu_does_not_end() {
+    const TEST: &str = "rounds::a_close_with_a_limit_returns_though_work_of_a_gpu_does_not_end";
+    let Some(gpu) = gpu() else { return };
+    if !is_alone(TEST) {
+        return;
+    }
+    let (accepting, connecting, near) = connected();
+    let source = connecting.alloc_cuda(0, BYTES).unwrap();
+    let target = accepting.alloc_cuda(0, BYTES).unwrap();
+    moves(&near, &source, &target, 1);
+    drop(near);
+    let kernel = Unended::new(&gpu);
+    let outcome = ends(move || {
+        let closed = [connecting, accepting].map(|end| (end.close(LIMIT), end));
+        closed.map(|(closed, end)| closed.map(|()| end).unwrap())
+    });
+    let returned = outcome.is_some();
+    drop(kernel);
+    drop((outcome, source, target));
+    assert!(returned, "it waited for the GPU");
+    until_pinned(0);
 }
 
 /// Beside the rings there are the lists and marks of copiers, which were left out.

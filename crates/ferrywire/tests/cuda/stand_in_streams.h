@@ -199,10 +199,15 @@ static void finish(struct stream *stream) {
     while (stream->done < given) pthread_cond_wait(&less, &lock);
 }
 
+/* Calls that wait for all work of a device. */
+int frees_waiting;
+
 /* Waits for all work that a device was given so far, as freeing or unpinning its memory does. Work of other devices goes on. */
 static void finish_all(int device) {
+    __atomic_add_fetch(&frees_waiting, 1, __ATOMIC_SEQ_CST);
     for (int k = 0; k < STREAMS; k++)
         if (all_streams[k].device == device) finish(&all_streams[k]);
+    __atomic_sub_fetch(&frees_waiting, 1, __ATOMIC_SEQ_CST);
 }
 
 /* Unknown addresses are the host's, and the work is done when this returns. */

@@ -1,6 +1,7 @@
 //! A device of ordinary memory that does its work at once, counts its calls, and can be made to keep quiet about
 //! marks or to fail: what a real GPU does by chance.
 
+use ferrywire_memory::cuda::deferred_free::Launching;
 use ferrywire_memory::sim::SimGpuError;
 use ferrywire_memory::unpack::{
     DeviceUnpack, Extent, Fragment, Gather, GatherDevice, GatherRun, METADATA_BYTES, Mapped, UnpackMode,
@@ -149,6 +150,10 @@ unsafe impl GatherDevice for Device {
         let mut memory = vec![0u128; bytes.div_ceil(16)];
         // SAFETY: as many bytes, which the vector keeps.
         Ok(unsafe { Mapped::new(memory.as_mut_ptr().cast(), bytes, memory) })
+    }
+
+    fn launching(&self) -> Option<Launching> {
+        Some(Launching::unrestricted())
     }
 
     fn gather(&mut self, runs: &[GatherRun]) -> Result<()> {

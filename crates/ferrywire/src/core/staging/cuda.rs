@@ -164,7 +164,7 @@ impl CudaCopier {
             return Ok(false);
         }
         let Some(kernel) = self.kernel.as_mut().filter(|kernel| kernel.fits(runs)) else { return Ok(false) };
-        let Some(_launching) = deferred_free::launching() else { return Ok(false) };
+        let Some(_launching) = deferred_free::launching(self.stream.gpu().index()) else { return Ok(false) };
         let needed = runs > ENGINE_RUNS_MAX && bytes / runs < ENGINE_RUN_BYTES_MIN;
         let Some(permit) = kernel.permit(needed) else { return Ok(false) };
         let there = || self.used.iter().try_for_each(|used| allocation(used).map(drop));
