@@ -361,26 +361,12 @@ fn a_copier_that_fails_in_a_shared_stream_waits_for_its_own_copies_alone() {
         assert!(free.len() < 64, "no stream is shared");
     };
     drop(free);
-    let flags = gpu.pinned(2 * size_of::<u64>()).unwrap();
+    let waited_for = Flags(gpu.pinned(2 * size_of::<u64>()).unwrap());
     let wait_for = |index: usize| {
-        let flag = flags.address() + (index * size_of::<u64>()) as u64;
+        let flag = waited_for.0.address() + (index * size_of::<u64>()) as u64;
         // SAFETY: stream and flags live to the end of this test, where no work is left in the stream.
         unsafe { CudaStream::wait_flag_raw(&gpu, other.raw(), flag, 1) }.unwrap();
     };
-    /// Raises the flags also where the test fails: what waits for them would not end.
-    struct Flags<'a>(&'a PinnedBuffer);
-    impl Flags<'_> {
-        fn raise(&self, index: usize) {
-            // SAFETY: two aligned numbers, to which only these stores write.
-            unsafe { AtomicU64::from_ptr(self.0.as_ptr().cast::<u64>().add(index)) }.store(1, SeqCst);
-        }
-    }
-    impl Drop for Flags<'_> {
-        fn drop(&mut self) {
-            [0, 1].iter().for_each(|index| self.raise(*index));
-        }
-    }
-    let waited_for = Flags(&flags);
     let received = || far.stats().channels.iter().map(|channel| channel.received_bytes).sum::<u64>();
     wait_for(0);
     let before = received();
@@ -465,6 +451,67 @@ fn a_gpu_that_does_not_finish_holds_up_no_other_peer_when_one_is_lost() {
     drop(release);
     assert_eq!(stays.close(LONG), Ok(()));
     assert_eq!(accepting.close(LONG), Ok(()));
+}
+
+/// Regression: the copier of short messages stayed until the last reference to its peer was dropped, and then waited for its
+/// stream, in which there may be copies of other peers that do not end.
+#[test]
+fn a_peer_with_short_messages_goes_though_copies_of_other_peers_do_not_end() {
+    const TEST: &str = "rounds::a_peer_with_short_messages_goes_though_copies_of_other_peers_do_not_end";
+    const SHORT: u64 = 1000;
+    /// More than there are streams for copies to a GPU.
+    const STREAMS: usize = 64;
+    let Some(gpu) = gpu() else { return };
+    if std::env::var_os(ALONE).is_none() {
+        // Copies by copy engines alone: a kernel would wait beside the stream.
+        return passes(TEST, &[("CUDA_LAUNCH_BLOCKING", "1")]);
+    }
+    let (accepting, connecting, near) = connected();
+    let far = accepting.accept(LONG).unwrap();
+    let source = connecting.register(vec![3; SHORT as usize]).unwrap();
+    let target = accepting.alloc_cuda(0, SHORT as usize).unwrap();
+    for tag in 0..8 {
+        let sent = near.send(tag, &source, 0, SHORT).unwrap();
+        assert_eq!(far.recv(tag, &target, 0, SHORT).unwrap().wait(LONG), Ok(SHORT));
+        assert_eq!(sent.wait(LONG), Ok(SHORT));
+    }
+    // The work of others, in all streams that peers share.
+    let streams: Vec<_> = (0..STREAMS).map(|_| gpu.urgent_stream(true).unwrap()).collect();
+    let flag = Flags(gpu.pinned(size_of::<u64>()).unwrap());
+    for stream in &streams {
+        // SAFETY: stream and flag live until the work has ended.
+        unsafe { CudaStream::wait_flag_raw(&gpu, stream.raw(), flag.0.address(), 1) }.unwrap();
+    }
+    drop(near);
+    assert_eq!(connecting.close(LONG), Ok(()));
+    let start = Instant::now();
+    while far.error().is_none() {
+        assert!(start.elapsed() < LONG, "the peer does not go");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let dropped = ends(move || drop(far));
+    // The thread that accepts peers may have been the last one with a reference.
+    let next = Endpoint::builder().channels(1).build().unwrap();
+    let connected = next.connect(accepting.listen_addresses()[0], LONG / 4).map(drop);
+    flag.raise(0);
+    streams.iter().for_each(CudaStream::finish);
+    assert_eq!((dropped, connected), (Some(()), Ok(())));
+}
+
+/// Numbers in pinned memory for which streams wait. All are raised also where a test fails: what waits for them would not end.
+struct Flags(PinnedBuffer);
+
+impl Flags {
+    fn raise(&self, index: usize) {
+        // SAFETY: an aligned number of the buffer, to which only these stores write.
+        unsafe { AtomicU64::from_ptr(self.0.as_ptr().cast::<u64>().add(index)) }.store(1, SeqCst);
+    }
+}
+
+impl Drop for Flags {
+    fn drop(&mut self) {
+        (0..self.0.len() / size_of::<u64>()).for_each(|index| self.raise(index));
+    }
 }
 
 /// Regression: a close freed the rings of its peers itself, and a driver frees only when all work of the GPU is done.

@@ -124,9 +124,18 @@ impl Messages {
     }
 
     /// Takes no more messages, if none is left. Returns whether it is so.
+    ///
+    /// The copiers end here: they share streams with copiers of other peers, whose copies may not end, and the thread that
+    /// drops the peer must not wait for those.
     pub fn close(&self) -> bool {
         let mut state = self.lock();
         state.is_closed = !state.goes_on() && state.lost.is_empty();
+        if state.is_closed {
+            let mut lines = std::mem::take(&mut state.lines);
+            let unfinished = lines.iter_mut().filter_map(|line| line.pipeline.end()).collect();
+            Hung::of(unfinished, Vec::new(), Vec::new()).into_iter().for_each(Hung::leave);
+            self.count(&state);
+        }
         state.is_closed
     }
 
