@@ -64,6 +64,9 @@ pub(super) struct Gatherer {
 
 impl Gatherer {
     pub fn new(queue: Box<dyn GatherDevice>, mode: UnpackMode) -> Result<Gatherer> {
+        if mode == UnpackMode::Kernel {
+            queue.check_kernel()?;
+        }
         let memory = queue.map(LISTS * LIST_BYTES)?;
         Ok(Gatherer {
             queue,

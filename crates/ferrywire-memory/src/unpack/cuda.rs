@@ -9,7 +9,7 @@
 use super::device::{Extent, GatherDevice, GatherRun, Mapped};
 use super::kernels::{Kernels, RUNS_PER_LAUNCH_MAX};
 use crate::cuda::deferred_free::{self, Launching};
-use crate::cuda::{CudaGpu, CudaStream, PinnedBuffer, pointer};
+use crate::cuda::{CudaError, CudaGpu, CudaStream, PinnedBuffer, pointer};
 use crate::error::{Error, Result};
 use crate::{GpuCopy, MemoryLocation};
 use ferrywire_proto::limits;
@@ -24,7 +24,8 @@ const ASK_INTERVAL: Duration = Duration::from_millis(1);
 #[derive(Debug)]
 pub struct CudaQueue {
     stream: CudaStream,
-    kernels: Arc<Kernels>,
+    /// The kernels, or why the driver cannot compile them: the queue then only copies.
+    kernels: Result<Arc<Kernels>, CudaError>,
     /// Number of the last mark that the GPU has reached; the GPU writes it.
     flag: PinnedBuffer,
     marked: u64,
@@ -36,11 +37,11 @@ impl CudaQueue {
     /// A gather queue with a stream of its own.
     ///
     /// # Errors
-    /// The driver's error when it cannot compile the kernels or provide stream or memory.
+    /// The driver's error when it cannot provide stream or memory.
     pub fn new(gpu: &Arc<CudaGpu>) -> Result<CudaQueue> {
         Ok(CudaQueue {
             stream: gpu.urgent_stream(true)?,
-            kernels: Kernels::of(gpu)?,
+            kernels: Kernels::of(gpu),
             flag: gpu.pinned(size_of::<AtomicU64>())?,
             marked: 0,
             reached: 0,
@@ -100,14 +101,19 @@ unsafe impl GatherDevice for CudaQueue {
     }
 
     fn launching(&self) -> Option<Launching> {
-        deferred_free::launching(self.gpu().index())
+        self.kernels.as_ref().ok().and_then(|_| deferred_free::launching(self.gpu().index()))
+    }
+
+    fn check_kernel(&self) -> Result<()> {
+        Ok(self.kernels.as_ref().map(drop).map_err(CudaError::clone)?)
     }
 
     fn gather(&mut self, runs: &[GatherRun]) -> Result<()> {
+        let kernels = self.kernels.as_ref().map_err(CudaError::clone)?;
         for runs in runs.chunks(RUNS_PER_LAUNCH_MAX) {
             // SAFETY: the runs are from tables that `map` made, and their fragments were checked against pool
             // and message.
-            unsafe { self.kernels.gather(&self.stream, runs) }?;
+            unsafe { kernels.gather(&self.stream, runs) }?;
         }
         Ok(())
     }

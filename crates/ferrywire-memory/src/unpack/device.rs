@@ -72,8 +72,13 @@ pub unsafe trait GatherDevice: Send + Debug {
     fn map(&self, bytes: usize) -> Result<Mapped>;
 
     /// A permit to launch a kernel. `None` while a stream waits for a transfer, because the kernel could queue
-    /// behind that stream.
+    /// behind that stream, and on a GPU without the kernel.
     fn launching(&self) -> Option<Launching>;
+
+    /// Returns why the GPU has no kernel, if it has none: the queue then only copies.
+    fn check_kernel(&self) -> Result<()> {
+        Ok(())
+    }
 
     /// Enqueues one kernel that copies all fragments of all runs. `runs` is copied; the fragments are read
     /// when the kernel runs.

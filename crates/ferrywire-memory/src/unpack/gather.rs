@@ -82,8 +82,11 @@ impl Gather {
     /// The gathers of the connection that `unpack` describes.
     ///
     /// # Errors
-    /// The GPU's error when it has no memory to map.
+    /// The GPU's error when it has no memory to map, or no kernel in [`UnpackMode::Kernel`].
     pub fn new(mode: UnpackMode, unpack: DeviceUnpack) -> Result<Gather> {
+        if mode == UnpackMode::Kernel {
+            unpack.device.check_kernel()?;
+        }
         let table = FragmentTable::new(&*unpack.device)?;
         let host = match mode {
             UnpackMode::Host => Some(HostTwin::new(&*unpack.device)?),

@@ -31,7 +31,7 @@ const GUARD: u8 = 0xA5;
 /// A queue of GPU 0, or `None` and a word about it: the stand-in for the driver has no kernels.
 pub fn queue() -> Option<(Arc<CudaGpu>, CudaQueue)> {
     let gpu = gpu()?;
-    match CudaQueue::new(&gpu) {
+    match CudaQueue::new(&gpu).and_then(|queue| queue.check_kernel().map(|()| queue)) {
         Ok(queue) => Some((gpu, queue)),
         Err(Error::Cuda(error)) if error.code() == Some(801) => {
             println!("SKIPPED: needs a CUDA device that runs kernels");
