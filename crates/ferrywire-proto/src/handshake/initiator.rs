@@ -13,7 +13,8 @@ use super::codec::{
 use super::intake::{Expect, Incoming, Intake};
 use super::{
     CHALLENGE_BYTES, Config, DataKey, DataOpening, Established, HandshakeError, Hello, Kind, NOISE_BYTES,
-    Outcome, PROOF_BYTES, Preamble, Secure, TAG_BYTES, handshake_hash, noise, noise_read, noise_write,
+    Outcome, PROOF_BYTES, Preamble, Refusal, RefusalCode, Secure, TAG_BYTES, handshake_hash, noise,
+    noise_read, noise_write,
 };
 use crate::identity::Identity;
 use crate::protection::ProtectionWish;
@@ -181,10 +182,19 @@ impl Initiator {
     fn advance(&mut self, mut bytes: &[u8]) -> Result<(), HandshakeError> {
         match self.intake.take(&mut bytes, &self.expect())? {
             None => Ok(()),
-            Some(Incoming::Refusal(refusal)) => Err(HandshakeError::Refused(refusal)),
+            Some(Incoming::Refusal(refusal)) => Err(self.refused(refusal)),
             Some(Incoming::Message(message)) => self.message(&message),
             Some(Incoming::Preamble(_)) => Err(HandshakeError::Misuse),
         }
+    }
+
+    /// The error of a refusal. It is not authenticated. A responder learns which session is resumed only after it has
+    /// proven the secret, so an end that has not proven it cannot say that it does not know the session.
+    fn refused(&self, refusal: Refusal) -> HandshakeError {
+        if refusal.code == RefusalCode::UnknownSession && matches!(self.stage, Stage::Answer { .. }) {
+            return HandshakeError::malformed("a refusal", "of a session that was not yet named");
+        }
+        HandshakeError::Refused(refusal)
     }
 
     fn message(&mut self, message: &[u8]) -> Result<(), HandshakeError> {

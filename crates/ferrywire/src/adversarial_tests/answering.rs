@@ -10,14 +10,19 @@ use ferrywire_proto::session::{ControlMessage, Frame};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::AsFd;
 use std::thread;
 use std::time::Duration;
 
 /// Answers the next connection. Returns the outcome of its handshake, or `None` if the connection was
 /// refused.
-fn answer(listener: &TcpListener, desk: &Shared) -> (TcpStream, Option<Outcome>) {
-    eventually("a connection", || knocks(listener));
-    let (mut stream, _) = listener.accept().unwrap();
+pub(super) fn answer(listener: &TcpListener, desk: &Shared) -> (TcpStream, Option<Outcome>) {
+    eventually("a connection", || is_readable(listener));
+    answer_one(listener.accept().unwrap().0, desk)
+}
+
+/// Answers a connection. Returns the outcome of its handshake, or `None` if the connection was refused.
+pub(super) fn answer_one(mut stream: TcpStream, desk: &Shared) -> (TcpStream, Option<Outcome>) {
     let mut responder = Responder::new(desk.clone());
     loop {
         stream.write_all(&responder.take_output()).unwrap();
@@ -44,7 +49,12 @@ fn hear_dialling(control: &mut TcpStream, secure: &mut Secure) -> (u16, u32, Soc
 }
 
 /// Sends an encrypted control message with this number.
-fn say_sealed(control: &mut TcpStream, secure: &mut Secure, number: u64, message: &ControlMessage) {
+pub(super) fn say_sealed(
+    control: &mut TcpStream,
+    secure: &mut Secure,
+    number: u64,
+    message: &ControlMessage,
+) {
     let frame = Frame { received: 0, numbered: Some((number, message)) };
     control.write_all(&secure.seal(&frame.encode()).unwrap()).unwrap();
 }
@@ -72,7 +82,7 @@ fn evil_acceptor(listener: &TcpListener, desk: &Shared) -> Vec<TcpStream> {
 }
 
 /// A listener for adversarial acceptors, with their state.
-fn evil_desk() -> (SocketAddr, TcpListener, Shared) {
+pub(super) fn evil_desk() -> (SocketAddr, TcpListener, Shared) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     let desk = Shared::new(Some(SECRET));
@@ -94,7 +104,7 @@ fn data_connections_are_announced_all_at_once_and_dialled_when_they_are_expected
     desk.remember(&established);
     // Both channels are announced before either announcement is answered.
     let announced: Vec<_> = (0..2).map(|_| hear_dialling(&mut control, &mut established.secure)).collect();
-    assert!(!knocks(&listener), "dialled before it was expected");
+    assert!(!is_readable(&listener), "dialled before it was expected");
     let (mut said, mut streams) = (0, Vec::new());
     for (channel, generation, source) in announced {
         for generation in [generation + 1, generation] {
@@ -107,7 +117,7 @@ fn data_connections_are_announced_all_at_once_and_dialled_when_they_are_expected
         let dialled =
             matches!(outcome, Some(Outcome::Data { channel: it, generation: 0, .. }) if it == channel);
         assert!(dialled, "{outcome:?}");
-        assert!(!knocks(&listener), "dialled before it was expected");
+        assert!(!is_readable(&listener), "dialled before it was expected");
         streams.push(stream);
     }
     connecting.wait(LIMIT).unwrap();
@@ -216,7 +226,7 @@ fn only_the_code_of_a_refusal_ends_a_session() {
     refuse(&desk, RefusalCode::UnknownSession, "never heard of it");
     resumed.0.shutdown(Shutdown::Both).unwrap();
     eventually("the peer is lost", || {
-        if knocks(&listener) {
+        if is_readable(&listener) {
             answer(&listener, &desk);
         }
         peer.error().is_some()
@@ -229,9 +239,9 @@ fn only_the_code_of_a_refusal_ends_a_session() {
     drop(streams);
 }
 
-/// Whether a connection waits to be accepted.
-fn knocks(listener: &TcpListener) -> bool {
-    let mut polled = [PollFd::new(listener, PollFlags::IN)];
+/// Whether a connection waits to be accepted, or bytes wait to be read.
+pub(super) fn is_readable(socket: &impl AsFd) -> bool {
+    let mut polled = [PollFd::new(socket, PollFlags::IN)];
     poll(&mut polled, Some(&Timespec::default())).unwrap() > 0
 }
 

@@ -4,7 +4,7 @@
 //! names the violation. [`Scene::unharmed`] then checks that nothing else changed: the memory around and
 //! outside the region, and the service to a good peer.
 //! Read next: `scene.rs` and `evil.rs`, then the tests: `frames.rs`, `messages.rs`, `floods.rs`, `control.rs`, `answering.rs`,
-//! `vanishing.rs`.
+//! `vanishing.rs`, `wrong_address.rs`.
 
 mod answering;
 mod control;
@@ -14,6 +14,7 @@ mod frames;
 mod messages;
 mod scene;
 mod vanishing;
+mod wrong_address;
 
 use ferrywire_proto::stall_timer::StallTimer;
 use std::thread;

@@ -79,6 +79,8 @@ pub(super) enum DialFor {
     },
     Resume {
         session: u64,
+        /// Whether the path has carried a connection of the session.
+        proven: bool,
     },
     Channel {
         session: u64,
@@ -251,7 +253,7 @@ impl Dial {
     }
 
     fn over(conn: Box<dyn Conn>, initiator: Initiator, limit: Duration, to: String) -> Dial {
-        let what = DialFor::Resume { session: 0 };
+        let what = DialFor::Resume { session: 0, proven: false };
         let (output, since) = (Vec::new(), Duration::ZERO);
         Dial { conn, initiator, output, waits_to_write: true, since, limit, to, by_default: None, what }
     }
@@ -276,14 +278,14 @@ impl Dial {
 
     /// Whether the dial is to resume this control session.
     pub fn resumes(&self, session: u64) -> bool {
-        matches!(self.what, DialFor::Resume { session: mine } if mine == session)
+        matches!(self.what, DialFor::Resume { session: mine, .. } if mine == session)
     }
 
     /// Whether the result of this dial is no longer of use: its session is gone, or works again.
     pub fn pointless(&self, links: &BTreeMap<u64, Link>) -> bool {
         match &self.what {
             DialFor::New { .. } => false,
-            DialFor::Resume { session } => links.get(session).is_none_or(|link| !link.needs_resume()),
+            DialFor::Resume { session, .. } => links.get(session).is_none_or(|link| !link.needs_resume()),
             DialFor::Channel { session, .. } | DialFor::Lane { session, .. } => {
                 links.get(session).is_none_or(Link::dying)
             }

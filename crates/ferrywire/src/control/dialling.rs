@@ -213,7 +213,7 @@ impl Control {
                     why,
                 }));
             }
-            (DialFor::Resume { session }, result) => {
+            (DialFor::Resume { session, proven }, result) => {
                 self.ready_set.touch(session);
                 let Some(link) = self.links.get_mut(&session) else {
                     return;
@@ -221,7 +221,7 @@ impl Control {
                 match result {
                     Ok(Outcome::Control(established)) => link.attach(conn, *established, now),
                     Ok(Outcome::Data { .. }) => {}
-                    Err(failure) => link.resume_failed(failure, now),
+                    Err(failure) => link.resume_failed(failure, proven, now),
                 }
             }
             (DialFor::Lane { session, index, generation }, result) => {

@@ -278,6 +278,26 @@ fn a_session_that_is_not_known_is_refused() {
     }
 }
 
+/// A host without the secret may listen at one of the peer's addresses. Its refusal is in clear.
+#[test]
+fn only_an_end_that_has_proven_the_secret_can_say_that_a_session_is_not_known() {
+    let key = DataKey::from_bytes([1; 32]);
+    let unknown = Refusal::new(RefusalCode::UnknownSession, "never heard of it").encode();
+    for mut dialled in [dial(SECRET), redial(SECRET, 77, 0, &key)] {
+        let mut rest = &unknown[..];
+        let error = loop {
+            let (now, later) = rest.split_at(dialled.want().min(rest.len()));
+            assert!(!now.is_empty(), "the refusal is not heard");
+            rest = later;
+            if let Err(error) = dialled.feed(now) {
+                break error;
+            }
+        };
+        assert_eq!(error.refused_with(), None, "{error}");
+        assert!(matches!(error, HandshakeError::Malformed { .. }), "{error}");
+    }
+}
+
 #[test]
 fn a_configuration_outside_the_limits_is_refused_by_both_ends() {
     let outside = Config { channels: 257, ..config() };

@@ -42,6 +42,7 @@ use ferrywire_proto::session::{ControlMessage, Session};
 use ferrywire_sys::poll::Interest;
 use role::{Acceptor, Candidate, Connector, Detours, ResumeState, Resumption, Role};
 use stage::{Awaited, Settling, Stage};
+use std::collections::BTreeSet;
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::RawFd;
@@ -100,8 +101,10 @@ impl Link {
         let assigned = spread(&speeds, dialled_before, usize::from(established.config.channels));
         let resumption = Resumption::new(now);
         let detours = Detours::new(now);
-        let role =
-            Role::Connector(Connector { target, pairs, assigned, detours, detour_until: None, resumption });
+        let (proven, detour_until) = (BTreeSet::new(), None);
+        let mut connector = Connector { target, pairs, assigned, proven, detours, detour_until, resumption };
+        connector.note_proven(&*conn);
+        let role = Role::Connector(connector);
         let awaited = Awaited::Connect { queue, without_lanes: None };
         Link::new(workers, conn, address, established, role, awaited, me, now)
     }

@@ -7,6 +7,7 @@ use crate::control::pairs::{Pair, by_route};
 use ferrywire_net::Conn;
 use ferrywire_proto::handshake::Established;
 use ferrywire_proto::limits;
+use std::collections::BTreeSet;
 use std::net::IpAddr;
 use std::time::Duration;
 
@@ -22,6 +23,8 @@ pub(super) struct Connector {
     pub pairs: Vec<Pair>,
     /// For each channel, the index of its path.
     pub assigned: Vec<usize>,
+    /// Indices of the paths that have carried a connection of the session, and so lead to the peer.
+    pub proven: BTreeSet<usize>,
     pub detours: Detours,
     /// When the first channel may go back to its own path, if it was last dialled over another.
     pub detour_until: Option<Duration>,
@@ -66,7 +69,7 @@ pub(super) enum ResumeState {
     Idle,
     /// Every path is dialled repeatedly.
     Dialling,
-    /// An endpoint at one of the peer's addresses has answered that it does not know the session. Another
+    /// On a path that has led to the peer, an endpoint has answered that it does not know the session. Another
     /// path may still lead to the peer: an address may have moved to another host.
     Disowned(String),
 }
@@ -99,6 +102,18 @@ impl Connector {
         self.pairs.push(by_route(self.target.address));
         self.assigned.fill(self.pairs.len() - 1);
         true
+    }
+
+    /// Notes the path of an established connection of the session.
+    pub fn note_proven(&mut self, conn: &dyn Conn) {
+        let (local, remote) = (conn.local().ip(), conn.remote());
+        let is_over = |pair: &Pair| {
+            // The scope of an IPv6 address, which only one of the two has, is that of the NIC.
+            (pair.remote.ip(), pair.remote.port()) == (remote.ip(), remote.port())
+                && pair.nic.as_ref().is_none_or(|nic| nic.address == local)
+        };
+        let over = self.pairs.iter().enumerate().filter(|(_, pair)| is_over(pair));
+        self.proven.extend(over.map(|(index, _)| index));
     }
 
     /// The path that a channel was assigned.
@@ -216,6 +231,7 @@ mod tests {
             target: ConnectTarget::new(pairs[0].remote),
             pairs,
             assigned: vec![1, 2],
+            proven: BTreeSet::new(),
             detours: Detours::new(Duration::ZERO),
             detour_until: None,
             resumption: Resumption::new(Duration::ZERO),

@@ -57,6 +57,9 @@ impl Link {
             return false;
         }
         tracing::info!(peer = self.peer.name(), over = %conn.local().ip(), "control session resumed");
+        if let Role::Connector(connector) = &mut self.role {
+            connector.note_proven(&*conn);
+        }
         self.connection = ControlConnection::open(conn);
         if let Stage::Leaving { farewell, .. } = &mut self.stage {
             // The session sends the last message again.
@@ -70,10 +73,12 @@ impl Link {
         true
     }
 
-    pub fn resume_failed(&mut self, failure: DialFailure, now: Duration) {
+    /// Handles a failed resumption over a path. Only on a path that is `proven` to lead to the peer does an unknown
+    /// session mean that the peer has given it up: the peer may advertise addresses that lead to other hosts from here.
+    pub fn resume_failed(&mut self, failure: DialFailure, proven: bool, now: Duration) {
         if let Role::Connector(connector) = &mut self.role {
             let resumption = &mut connector.resumption;
-            if failure.refused == Some(RefusalCode::UnknownSession) {
+            if failure.refused == Some(RefusalCode::UnknownSession) && proven {
                 resumption.disown(failure.error.to_string());
             }
             resumption.dial_at = resumption.dial_at.max(now + limits::REDIAL_INTERVAL / 2);
@@ -103,7 +108,7 @@ impl Link {
             || self.session.silent_for(now) > self.peer_timeout
     }
 
-    /// Whether an endpoint at an address of the peer does not know the session.
+    /// Whether an endpoint at a proven address of the peer does not know the session.
     pub fn disowned(&self) -> bool {
         matches!(self.resume_state(), ResumeState::Disowned(_)) && !self.dying()
     }
@@ -215,13 +220,16 @@ mod tests {
             let reason = RefusalReason::UnknownSession;
             let error =
                 Error::Refused { address: address.to_string(), reason, why: "never heard of it".into() };
-            link.resume_failed(DialFailure { error, refused: Some(RefusalCode::UnknownSession) }, silence);
+            let unknown = || DialFailure { error: error.clone(), refused: Some(RefusalCode::UnknownSession) };
+            link.resume_failed(unknown(), false, silence);
+            let by_another_host = link.disowned();
+            link.resume_failed(unknown(), true, silence);
             let before = link.disowned();
             link.session.not_heard_until(silence);
             link.check_session(silence);
             link.check_session(silence + limits::CONTROL_SUSPECT_AFTER + limits::HEARTBEAT_INTERVAL);
-            (before, link.needs_resume(), link.disowned())
+            (by_another_host, before, link.needs_resume(), link.disowned())
         });
-        assert_eq!(disowned, (true, true, false));
+        assert_eq!(disowned, (false, true, true, false));
     }
 }

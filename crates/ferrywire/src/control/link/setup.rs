@@ -125,15 +125,18 @@ impl Link {
             return;
         }
         let (session, target) = (self.session.id(), &connector.target);
-        let mut paths: Vec<_> = connector.pairs.iter().map(|pair| (pair.nic.as_ref(), pair.remote)).collect();
-        paths.push((None, target.address));
-        for (nic, remote) in paths {
+        let pairs = connector.pairs.iter().enumerate();
+        let is_proven = |index| connector.proven.contains(&index);
+        let mut paths: Vec<_> =
+            pairs.map(|(index, pair)| (pair.nic.as_ref(), pair.remote, is_proven(index))).collect();
+        paths.push((None, target.address, true));
+        for (nic, remote, proven) in paths {
             let (received, data_key) = (self.session.received(), self.data_key.clone());
             let purpose = Purpose::Resume { session, received, data_key };
             let secret = target.secret_of(context);
             let secret = secret.as_ref().map(|secret| secret.as_slice());
             match Dial::resume(context, me, nic, remote, secret, purpose) {
-                Ok(dial) => out.push((dial, DialFor::Resume { session })),
+                Ok(dial) => out.push((dial, DialFor::Resume { session, proven })),
                 Err(error) => self.last_trouble = Some(error),
             }
         }
@@ -221,6 +224,9 @@ impl Link {
         secrets: RecordSecrets,
         now: Duration,
     ) {
+        if let Role::Connector(connector) = &mut self.role {
+            connector.note_proven(&*conn);
+        }
         // The peer may have lost and fenced the connection before its handshake ended here.
         let record = &self.channels[index];
         if matches!(record.state, ChannelState::Dialling) && record.generation == generation {
