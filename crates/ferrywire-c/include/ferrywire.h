@@ -188,7 +188,8 @@ int ferrywire_options_nic(ferrywire_options *options,
                           const char *name);
 
 /**
- * Sets the number of channels (data connections) of each peer. Default: chosen from cores, NICs and round trip.
+ * Sets the number of channels (data connections) of each peer; if both ends set one, the smaller counts. Default:
+ * chosen from cores, NICs and round trip.
  */
 int ferrywire_options_channels(ferrywire_options *options,
                                size_t channels);
@@ -201,16 +202,18 @@ int ferrywire_options_threads(ferrywire_options *options, size_t threads);
 
 /**
  * Sets the largest chunk of a transfer, in bytes: 4096 to 4194304. Default: 2097152.
+ * If both ends set one, the smaller counts.
  */
 int ferrywire_options_chunk_bytes(ferrywire_options *options, size_t bytes);
 
 /**
  * Sets the window: the frames in flight on each channel, 1 to 1024. Default: 1024.
+ * The smaller of both ends counts.
  */
 int ferrywire_options_window(ferrywire_options *options, size_t frames);
 
 /**
- * Sets whether each chunk carries a CRC-32. Default: false.
+ * Sets whether each chunk carries a CRC-32. One end's wish is enough. Default: false.
  */
 int ferrywire_options_crc(ferrywire_options *options, bool on);
 

@@ -106,7 +106,8 @@ pub unsafe extern "C" fn ferrywire_options_nic(options: *mut Options, name: *con
     })
 }
 
-/// Sets the number of channels (data connections) of each peer. Default: chosen from cores, NICs and round trip.
+/// Sets the number of channels (data connections) of each peer; if both ends set one, the smaller counts. Default:
+/// chosen from cores, NICs and round trip.
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_options_channels(options: *mut Options, channels: usize) -> c_int {
     change(options, |builder| Ok(builder.channels(channels)))
@@ -120,18 +121,20 @@ pub extern "C" fn ferrywire_options_threads(options: *mut Options, threads: usiz
 }
 
 /// Sets the largest chunk of a transfer, in bytes: 4096 to 4194304. Default: 2097152.
+/// If both ends set one, the smaller counts.
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_options_chunk_bytes(options: *mut Options, bytes: usize) -> c_int {
     change(options, |builder| Ok(builder.chunk_bytes(bytes)))
 }
 
 /// Sets the window: the frames in flight on each channel, 1 to 1024. Default: 1024.
+/// The smaller of both ends counts.
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_options_window(options: *mut Options, frames: usize) -> c_int {
     change(options, |builder| Ok(builder.window(frames)))
 }
 
-/// Sets whether each chunk carries a CRC-32. Default: false.
+/// Sets whether each chunk carries a CRC-32. One end's wish is enough. Default: false.
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_options_crc(options: *mut Options, on: bool) -> c_int {
     change(options, |builder| Ok(builder.crc(on)))

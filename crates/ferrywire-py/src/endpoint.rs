@@ -109,8 +109,8 @@ impl Endpoint {
     /// loopback. `nics` are names; by default all NICs that share a subnet with the peer, else the NIC of the route.
     /// `channels` counts the connections per peer, `threads` the progress threads; both follow the cores by default,
     /// and over a long path there are at least 8 channels.
-    /// `chunk_bytes` and `socket_buffer_bytes` are in bytes, `window` in frames per channel. With `crc` each chunk
-    /// carries a checksum. `encryption` is "off", "preferred" or "required": a session is encrypted if one end requires it
+    /// `chunk_bytes` and `socket_buffer_bytes` are in bytes, `window` in frames per channel. With `crc` at either end
+    /// each chunk carries a checksum. If both ends set `channels`, `chunk_bytes` or `window`, the smaller counts. `encryption` is "off", "preferred" or "required": a session is encrypted if one end requires it
     /// or both prefer it, and refused if one end requires it and the other has it off. `keyed_checksum` authenticates
     /// data connections that are not encrypted, if either end asks for it. `peer_timeout` is the time in seconds within
     /// which the loss of a silent peer is reported; 10 by default.

@@ -20,15 +20,15 @@ pub struct Config {
     pub label: String,
     /// Names of the NICs to use. If empty: all NICs that share a subnet with the peer, else the NIC of the route.
     pub nics: Vec<String>,
-    /// Channels per peer; `None` chooses by cores, NICs and the round trip.
+    /// Most channels per peer; `None` chooses by cores, NICs and the round trip.
     pub channels: Option<usize>,
     /// Number of progress threads. With 0, callers poll everything.
     pub threads: usize,
     /// Largest chunk in bytes.
     pub chunk_bytes: usize,
-    /// Frames in flight per channel.
+    /// Most frames in flight per channel.
     pub window: usize,
-    /// Whether chunks carry a CRC-32.
+    /// Whether chunks carry a CRC-32; they also do if the peer asks for it.
     pub crc: bool,
     /// Whether data connections are encrypted.
     pub encryption: Encryption,
@@ -40,6 +40,8 @@ pub struct Config {
     pub socket_buffer_bytes: Option<usize>,
     /// Time within which the loss of a silent peer is reported.
     pub peer_timeout: Duration,
+    /// The largest chunk in bytes that the user has set; `None` for the default, which caps no proposal of a peer.
+    pub(crate) chunk_bytes_set: Option<usize>,
     /// Size in bytes of a core's level 2 cache; `None` if it is not known.
     pub(crate) level_2_cache_bytes: Option<u64>,
     /// The shared secrets at the start. Never logged or printed.
@@ -110,6 +112,7 @@ impl Default for Config {
             congestion_control: None,
             socket_buffer_bytes: None,
             peer_timeout: limits::PEER_TIMEOUT_DEFAULT,
+            chunk_bytes_set: None,
             level_2_cache_bytes: None,
             secrets: Secrets::default(),
         }

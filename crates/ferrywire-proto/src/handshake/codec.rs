@@ -133,8 +133,8 @@ impl Hello {
     }
 }
 
-/// The configuration of a session. The initiator proposes one; the responder accepts it, perhaps reduced, or
-/// refuses.
+/// The configuration of a session. The initiator proposes one; the responder accepts it, perhaps reduced or
+/// with checksums, or refuses.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
     /// Number of data connections, 1 to `CHANNELS_MAX`.
@@ -164,8 +164,8 @@ impl Config {
             .or_else(|| outside("extra bytes", self.extra.len(), 0..=EXTRA_BYTES_MAX))
     }
 
-    /// How this settled configuration exceeds the proposal; `None` when it does not. Smaller values are
-    /// allowed; the checksum flag and the free-form part may not change.
+    /// How this settled configuration exceeds the proposal; `None` when it does not. The responder may lower
+    /// the numbers, turn checksums on and decline the free-form part.
     pub(super) fn overreach(&self, proposed: &Config) -> Option<String> {
         let more = |name: &str, settled: u32, proposed: u32| {
             (settled > proposed).then(|| format!("{name} = {settled}, where {proposed} was proposed"))
@@ -174,8 +174,8 @@ impl Config {
             .or_else(|| more("chunk_bytes", self.chunk_bytes, proposed.chunk_bytes))
             .or_else(|| more("window", self.window, proposed.window))
             .or_else(|| {
-                let (settled, proposed) = (self.crc, proposed.crc);
-                (settled != proposed).then(|| format!("crc = {settled}, where {proposed} was proposed"))
+                let is_off = proposed.crc && !self.crc;
+                is_off.then(|| String::from("crc = false, where true was proposed"))
             })
             .or_else(|| {
                 let declined = self.extra.is_empty() || self.extra.starts_with(WITHOUT);

@@ -50,11 +50,27 @@ impl SessionTable {
     }
 
     /// Agrees on the session's configuration, including whether payload goes over lanes.
-    fn agree(&self, peer: &Hello, config: &Config) -> Result<Config, Incompatible> {
+    fn agree(&self, peer: &Hello, proposed: &Config) -> Result<Config, Incompatible> {
+        let config = self.within_settings(proposed);
         let same_host = peer.shares_host(&self.me) == Some(true);
         let (backend, none) = (self.context.backend.as_deref(), self.context.no_backend.as_deref());
-        let extra = payload_backend::answer(backend, none, &config.extra, same_host, config)?;
-        Ok(Config { extra, ..config.clone() })
+        let extra = payload_backend::answer(backend, none, &config.extra, same_host, &config)?;
+        Ok(Config { extra, ..config })
+    }
+
+    /// The proposed configuration within the settings of this endpoint: the smaller numbers, and checksums if one end
+    /// wants them.
+    fn within_settings(&self, proposed: &Config) -> Config {
+        let own = &self.context.config;
+        Config {
+            channels: own.channels.map_or(proposed.channels, |most| proposed.channels.min(most as u16)),
+            chunk_bytes: own
+                .chunk_bytes_set
+                .map_or(proposed.chunk_bytes, |most| proposed.chunk_bytes.min(most as u32)),
+            window: proposed.window.min(own.window as u32),
+            crc: proposed.crc || own.crc,
+            ..proposed.clone()
+        }
     }
 
     /// Updates the listening addresses: NICs come and go.

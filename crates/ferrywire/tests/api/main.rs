@@ -24,6 +24,7 @@ mod outcomes;
 mod owners;
 mod parallelism;
 mod paths;
+mod settings;
 mod targets;
 mod unmapped;
 mod wakeups;

@@ -261,17 +261,23 @@ fn a_welcome_beyond_what_was_proposed_is_not_taken() {
         (Config { crc: false, ..config() }, "crc = false, where true was proposed"),
         (Config { extra: vec![1, 2], ..config() }, "extra bytes not proposed"),
     ];
-    let settled = |config: &Config| {
+    let settled = |proposed: Config, settled: &Config| {
         let desk = Shared::new(SECRET);
-        desk.desk().settle = Some(config.clone());
-        join(dial(SECRET), Responder::new(desk), &Wire::default()).initiator
+        desk.desk().settle = Some(settled.clone());
+        let purpose = Purpose::New { config: proposed };
+        let initiator = Initiator::control(SECRET.map(str::as_bytes), hello(1), purpose).unwrap();
+        join(initiator, Responder::new(desk), &Wire::default()).initiator
     };
-    for (config, what) in beyond {
-        let error = settled(&config).unwrap_err();
+    for (beyond, what) in beyond {
+        let error = settled(config(), &beyond).unwrap_err();
         assert_eq!(error, HandshakeError::Overreach(String::from(what)));
     }
     let less = Config { channels: 1, chunk_bytes: 1, window: 1, ..config() };
-    assert!(matches!(settled(&less), Ok(Outcome::Control(established)) if established.config == less));
+    let without_crc = Config { crc: false, ..config() };
+    for (proposed, accepted) in [(config(), less), (without_crc, config())] {
+        let taken = settled(proposed, &accepted);
+        assert!(matches!(taken, Ok(Outcome::Control(established)) if established.config == accepted));
+    }
 }
 
 #[test]

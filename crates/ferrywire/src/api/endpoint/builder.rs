@@ -74,8 +74,8 @@ impl Builder {
         self
     }
 
-    /// Sets the number of channels per peer. Default: chosen from the numbers of cores and NICs and
-    /// from the round trip.
+    /// Sets the number of channels per peer; if both ends set one, the smaller counts. Default: chosen from the numbers of
+    /// cores and NICs and from the round trip.
     pub fn channels(mut self, channels: usize) -> Builder {
         self.config.channels = Some(channels);
         self
@@ -96,20 +96,21 @@ impl Builder {
     }
 
     /// Sets the largest chunk, in bytes: 4096 to [`CHUNK_BYTES_MAX`](ferrywire_proto::limits::CHUNK_BYTES_MAX).
-    /// Default: 2 MiB.
+    /// If both ends set one, the smaller counts. Default: 2 MiB.
     pub fn chunk_bytes(mut self, bytes: usize) -> Builder {
         self.config.chunk_bytes = bytes;
+        self.config.chunk_bytes_set = Some(bytes);
         self
     }
 
-    /// Sets the number of frames in flight per channel. Default, and largest:
+    /// Sets the number of frames in flight per channel; the smaller of both ends counts. Default, and largest:
     /// [`WINDOW_FRAMES_MAX`](ferrywire_proto::limits::WINDOW_FRAMES_MAX).
     pub fn window(mut self, frames: usize) -> Builder {
         self.config.window = frames;
         self
     }
 
-    /// Sets whether chunks carry a CRC-32. Default: false.
+    /// Sets whether chunks carry a CRC-32. One end's wish is enough. Default: false.
     pub fn crc(mut self, on: bool) -> Builder {
         self.config.crc = on;
         self
