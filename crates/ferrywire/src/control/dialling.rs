@@ -234,7 +234,7 @@ impl Control {
                         drop(conn.fd().map(|fd| self.poller.remove(fd)));
                         link.lane_connected(context, conn, index, generation, now);
                     }
-                    Err(failure) => link.lane_not_connected(index, generation, &failure, now),
+                    Err(failure) => link.lane_not_connected(index, generation, failure, now),
                 }
             }
             (DialFor::Channel { session, index, generation }, result) => {

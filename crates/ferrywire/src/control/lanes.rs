@@ -40,8 +40,6 @@ struct Waiting {
     generation: u32,
     conn: Box<dyn Conn>,
     setup: Box<dyn Setup>,
-    /// When the lane's connection is dialled again, because the peer was busy.
-    redial_at: Option<Duration>,
 }
 
 /// The lanes of one peer.
@@ -160,7 +158,7 @@ impl Link {
         let (transport, waker) = (&*context.transport, context.control_waker());
         match backend.begin(transport, &*conn, self.dials(), now, waker) {
             Ok(setup) => {
-                self.lanes.waiting.insert(index, Waiting { generation, conn, setup, redial_at: None });
+                self.lanes.waiting.insert(index, Waiting { generation, conn, setup });
             }
             Err(why) => return self.lane_given_up(index, generation, why, now),
         }
@@ -232,8 +230,7 @@ impl Link {
         let indices: Vec<u16> = self.lanes.waiting.keys().copied().collect();
         for index in indices {
             let Some(waiting) = self.lanes.waiting.get_mut(&index) else { continue };
-            let is_due = waiting.redial_at.take_if(|at| *at <= now).is_some();
-            if !is_due && !waiting.setup.wants_connection() {
+            if !waiting.setup.wants_connection() {
                 continue;
             }
             let (generation, local, remote) =
@@ -284,21 +281,21 @@ impl Link {
         }
     }
 
-    /// Handles a failure to dial a lane's connection. A connection that a busy peer has refused never reached the peer's
-    /// set-up, so it is dialled again, within the timeout of this end's set-up. After any other failure the peer's set-up
-    /// may have the connection and would not take a second one.
+    /// Handles a failure to dial a lane's connection. If the peer was busy for a moment, the channel is dialled again
+    /// with it: a lane's connection has the generation of its channel, and a generation is used once.
     pub(super) fn lane_not_connected(
         &mut self,
         index: u16,
         generation: u32,
-        failure: &DialFailure,
+        failure: DialFailure,
         now: Duration,
     ) {
-        let waiting = self.lanes.waiting.get_mut(&index).filter(|waiting| waiting.generation == generation);
-        let Some(waiting) = waiting else { return };
-        if failure.refused == Some(RefusalCode::Busy) {
-            waiting.redial_at = Some(now + limits::REDIAL_INTERVAL);
+        if self.lanes.waiting.get(&index).is_none_or(|waiting| waiting.generation != generation) {
             return;
+        }
+        if failure.refused == Some(RefusalCode::Busy) {
+            self.lanes.drop_setup(index);
+            return self.channel_failed(index, generation, failure.error, now);
         }
         self.lane_given_up(index, generation, format!("the connection of its lane: {}", failure.error), now);
     }

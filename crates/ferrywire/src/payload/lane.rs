@@ -176,7 +176,7 @@ pub enum Progress {
 /// The set-up of one lane. The control thread polls it, so nothing here blocks.
 pub trait Setup: Send {
     /// Whether the lane needs a connection of its own; true at most once. The end that opened the session then dials a
-    /// connection, again and again while the other end is busy.
+    /// connection. While the other end is busy, the channel is dialled again, and both ends set up a new lane.
     fn wants_connection(&mut self) -> bool {
         false
     }

@@ -9,13 +9,20 @@ use ferrywire::payload::{
     SharedBackend, Step, Terms, Ticket, Ungathered, Way,
 };
 use ferrywire::{Config, Endpoint, Error, MemoryLocation, Peer, limits};
-use ferrywire_proto::handshake::Config as SessionConfig;
+use ferrywire_proto::handshake::testing::Shared;
+use ferrywire_proto::handshake::{
+    Config as SessionConfig, Established, Outcome, Refusal, RefusalCode, Responder,
+};
+use ferrywire_proto::session::{ControlMessage, Frame};
 use ferrywire_sys::poll::Waker;
+use std::collections::BTreeSet;
+use std::io::{Read, Write};
 use std::mem::ManuallyDrop;
-use std::net::{IpAddr, TcpStream};
+use std::net::{IpAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::task::Poll;
+use std::thread;
 use std::time::{Duration, Instant};
 
 const IDLE: &str = "idle lanes";
@@ -250,6 +257,107 @@ fn a_lane_whose_connection_a_busy_peer_refuses_is_dialled_again() {
     };
     assert_eq!((peer.stats().transport, peer.error()), (IDLE, None));
     [near, far].iter().for_each(|end| drop(end.close(Duration::ZERO)));
+}
+
+/// An accepting end without an engine, which refuses the first connection of a lane as busy.
+struct BusyOnce {
+    listener: TcpListener,
+    desk: Shared,
+    control: Option<(TcpStream, Box<Established>)>,
+    unread: Vec<u8>,
+    said: u64,
+    data: Vec<TcpStream>,
+}
+
+impl BusyOnce {
+    fn new() -> BusyOnce {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        listener.set_nonblocking(true).unwrap();
+        let desk = Shared::new(None);
+        desk.desk().hello.addresses.clear();
+        BusyOnce { listener, desk, control: None, unread: Vec::new(), said: 0, data: Vec::new() }
+    }
+
+    /// The data connections that were dialled: session, channel and generation of each.
+    fn dialled(&self) -> Vec<String> {
+        let decided = self.desk.desk().decided.clone();
+        decided.into_iter().filter(|what| what.starts_with("data")).collect()
+    }
+
+    /// Answers a connection that waits, and the announcements of data connections.
+    fn serve(&mut self) {
+        if let Ok((stream, _)) = self.listener.accept() {
+            stream.set_nonblocking(false).unwrap();
+            stream.set_read_timeout(Some(LIMIT)).unwrap();
+            let is_of_lane = self.dialled().len() == 1;
+            let busy = || Refusal::new(RefusalCode::Busy, "for a moment");
+            self.desk.desk().refuse = is_of_lane.then(busy);
+            self.answer(stream);
+        }
+        let mut announced = Vec::new();
+        let Some((control, established)) = &mut self.control else { return };
+        let mut buffer = [0; 4096];
+        if let Ok(count) = control.read(&mut buffer) {
+            self.unread.extend_from_slice(&buffer[..count]);
+        }
+        while let Some(plain) = established.secure.open(&mut self.unread).unwrap() {
+            let frame: Frame<ControlMessage> = Frame::decode(&plain).unwrap();
+            if let Some((_, ControlMessage::Dialling { channel, generation, .. })) = frame.numbered {
+                announced.push(ControlMessage::Expected { channel, generation });
+            }
+        }
+        for message in announced {
+            self.said += 1;
+            self.say(Frame { received: 0, numbered: Some((self.said, &message)) });
+        }
+        self.say(Frame { received: 0, numbered: None });
+    }
+
+    fn answer(&mut self, mut stream: TcpStream) {
+        let mut responder = Responder::new(self.desk.clone());
+        loop {
+            stream.write_all(&responder.take_output()).unwrap();
+            match responder.finished() {
+                Some(Outcome::Control(established)) => {
+                    self.desk.remember(&established);
+                    stream.set_nonblocking(true).unwrap();
+                    return self.control = Some((stream, established));
+                }
+                Some(Outcome::Data { .. }) => return self.data.push(stream),
+                None => {}
+            }
+            let mut bytes = vec![0; responder.want()];
+            let Ok(count @ 1..) = stream.read(&mut bytes) else { return };
+            if responder.feed(&bytes[..count]).is_err() {
+                return stream.write_all(&responder.take_output()).unwrap();
+            }
+        }
+    }
+
+    fn say(&mut self, frame: Frame<&ControlMessage>) {
+        let Some((control, established)) = &mut self.control else { return };
+        control.write_all(&established.secure.seal(&frame.encode()).unwrap()).unwrap();
+    }
+}
+
+/// A recorded acceptance of a connection would be valid for another one with its number.
+#[test]
+fn a_lane_is_dialled_again_under_a_number_of_its_own() {
+    let mut far = BusyOnce::new();
+    let near = Endpoint::builder().threads(1).channels(1).payload_backend(Idle::default()).build().unwrap();
+    let connecting = near.start_connect(far.listener.local_addr().unwrap()).unwrap();
+    let of_lanes = |far: &BusyOnce| far.dialled().iter().filter(|what| what.contains(" 32768 ")).count();
+    let start = Instant::now();
+    while of_lanes(&far) < 2 {
+        assert!(start.elapsed() < LIMIT, "a lane is not dialled again: {:?}", far.dialled());
+        assert!(connecting.poll().is_none());
+        far.serve();
+        thread::sleep(Duration::from_millis(5));
+    }
+    let dialled = far.dialled();
+    let numbers: BTreeSet<&String> = dialled.iter().collect();
+    assert_eq!(numbers.len(), dialled.len(), "a number was used twice: {dialled:?}");
+    drop(near.close(Duration::ZERO));
 }
 
 /// Two connected endpoints of a simulated network, which the test polls.
