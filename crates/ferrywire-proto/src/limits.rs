@@ -85,8 +85,8 @@ pub const ADDRESSES_MAX: usize = 64;
 pub const WORKERS_MAX: usize = 64;
 /// Most peers per endpoint, connects in progress included.
 pub const PEERS_MAX: usize = 4096;
-/// Most connected peers that wait for `accept`. Peers that are already lost make room; if all are alive, the
-/// newest is refused.
+/// Most connected peers that wait for `accept`. Peers that are already lost make room, first those that left nothing to
+/// receive; if all are alive, the newest is refused.
 pub const PEERS_UNACCEPTED_MAX: usize = 256;
 /// Most unauthenticated connections of an endpoint; the oldest is dropped for a new one.
 pub const HANDSHAKES_PENDING_MAX: usize = 256;

@@ -87,19 +87,30 @@ impl AcceptQueue {
     }
 
     /// Takes a permit for one more peer; `None` when all are taken. If the queue is full, the oldest queued
-    /// peer that has ended is dropped for the new one.
+    /// peer that has ended is dropped for the new one: one that left nothing to receive, else any.
     pub(super) fn try_permit(self: &Arc<AcceptQueue>) -> Option<Permit> {
         let mut arrived = self.lock();
         let full = |arrived: &VecDeque<_>| {
             arrived.len() + self.permits.load(Ordering::SeqCst) >= limits::PEERS_UNACCEPTED_MAX
         };
-        if full(&arrived)
-            && let Some(oldest) = arrived.iter().position(ended)
-        {
-            arrived.remove(oldest);
-        }
+        let oldest = || {
+            let useless = arrived.iter().position(|waiting| ended(waiting) && !left_something(waiting));
+            useless.or_else(|| arrived.iter().position(ended))
+        };
+        let oldest = if full(&arrived) { oldest() } else { None };
+        let dropped = oldest.and_then(|oldest| arrived.remove(oldest));
         let room = !full(&arrived);
-        room.then(|| self.permit())
+        let permit = room.then(|| self.permit());
+        drop(arrived);
+        if let Some(Ok(peer)) = dropped.filter(left_something) {
+            tracing::warn!(
+                peer = peer.0.name(),
+                "dropped with messages that were not received, for a new peer: it has ended, and PEERS_UNACCEPTED_MAX = {} \
+                 peers wait to be accepted",
+                limits::PEERS_UNACCEPTED_MAX
+            );
+        }
+        permit
     }
 
     /// Takes a further permit for a peer whose handshake holds one until the handshake ends.
@@ -123,6 +134,7 @@ mod tests {
     use super::*;
     use crate::{ConnectError, Endpoint, Peer};
     use ferrywire_proto::stall_timer::StallTimer;
+    use std::io;
     use std::time::Instant;
 
     use std::thread;
@@ -172,6 +184,62 @@ mod tests {
         peers.push(connect(&dialler, &acceptor).unwrap());
         refused(connect(&dialler, &acceptor));
         assert_eq!(accepted.error(), None);
+    }
+
+    /// Regression: the oldest was dropped without a word, also beside a later one that had left nothing.
+    #[test]
+    fn past_the_limit_an_ended_peer_gives_way_and_is_named_if_it_left_messages() {
+        let (acceptor, dialler) = ends();
+        let mut peers: Vec<Peer> =
+            (0..limits::PEERS_UNACCEPTED_MAX).map(|_| connect(&dialler, &acceptor).unwrap()).collect();
+        for left in [true, false] {
+            let ending = peers.remove(0);
+            if left {
+                ending.notify(b"farewell").unwrap().wait(LIMIT).unwrap();
+            }
+            ending.close(LIMIT).unwrap();
+            eventually("the peer has ended at the far end too", || acceptor.peer_count() == peers.len());
+        }
+        let queue = acceptor.running().with_control(|control| control.accept_queue.clone());
+        let queued = || -> Vec<String> {
+            queue.lock().iter().map(|waiting| waiting.as_ref().unwrap().0.name().to_owned()).collect()
+        };
+        let names = queued();
+        let log = Log::default();
+        let lines = log.clone();
+        let subscriber =
+            tracing_subscriber::fmt().with_ansi(false).with_writer(move || lines.clone()).finish();
+        tracing::subscriber::with_default(subscriber, || {
+            let first = queue.try_permit().expect("the one that left nothing gives way");
+            assert_eq!(queued()[..2], [names[0].clone(), names[2].clone()]);
+            assert_eq!(log.text(), "");
+            let second = queue.try_permit().expect("the other one gives way too");
+            assert_eq!(queued()[..2], names[2..4]);
+            assert!(log.text().contains(&names[0]), "{}", log.text());
+            assert!(queue.try_permit().is_none(), "all others are alive");
+            drop((first, second));
+        });
+    }
+
+    /// Takes log lines.
+    #[derive(Clone, Default)]
+    struct Log(Arc<Mutex<Vec<u8>>>);
+
+    impl Log {
+        fn text(&self) -> String {
+            String::from_utf8(self.0.lock().unwrap().clone()).unwrap()
+        }
+    }
+
+    impl io::Write for Log {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0.lock().unwrap().extend_from_slice(bytes);
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
     }
 
     #[test]
