@@ -16,6 +16,7 @@
 //! Read next: the engine's `ordering.rs`, where streams start to wait.
 
 use super::allocation::Block;
+use super::capture;
 use super::module::Loaded;
 use super::pinned::Pages;
 use ferrywire_proto::limits::{self, CUDA_GPUS_MAX};
@@ -278,6 +279,9 @@ pub fn moves() -> bool {
 impl Drop for Moving {
     fn drop(&mut self) {
         MOVING.set(MOVING.get() - 1);
+        if !moves() {
+            capture::restore();
+        }
     }
 }
 

@@ -4,6 +4,7 @@
 //! lives, and is released exactly once.
 //! Read next: `allocation.rs`, `stream.rs`.
 
+use super::capture::{self, Relaxed};
 use super::driver::driver;
 use super::error::{About, CudaError, Result, call};
 use super::stack::Aside;
@@ -125,6 +126,7 @@ impl CudaGpu {
         // SAFETY: the driver is initialised, and writes one number, for which there is room.
         unsafe { call!(about, cuDeviceGet(&mut device, index as i32)) }?;
         let properties = Properties::of(device, about)?;
+        let _relaxed = capture::relax();
         // SAFETY: the driver is initialised; the context is released when the `CudaGpu` is dropped.
         unsafe { call!(about, cuDevicePrimaryCtxRetain(&mut context, device)) }?;
         Ok(CudaGpu {
@@ -237,6 +239,7 @@ impl CudaGpu {
     /// where it is current already. Guards must be dropped in reverse order, so they stay within this crate,
     /// one per function.
     pub(super) fn make_current(&self) -> Result<CurrentGuard<'_>> {
+        let relaxed = capture::relax();
         let mut current = ptr::null_mut();
         // SAFETY: the driver is initialised, and writes one pointer, for which there is room.
         unsafe { call!(self.about(), cuCtxGetCurrent(&mut current)) }?;
@@ -245,7 +248,7 @@ impl CudaGpu {
             // SAFETY: the context is retained as long as `self` lives.
             unsafe { call!(self.about(), cuCtxPushCurrent_v2(self.context)) }?;
         }
-        Ok(CurrentGuard { pushed, _gpu: PhantomData, _thread: PhantomData })
+        Ok(CurrentGuard { pushed, _relaxed: relaxed, _gpu: PhantomData })
     }
 
     /// Allocates zeroed GPU memory of `bytes` bytes, aligned to `align` and at least to 4096 bytes.
@@ -503,6 +506,7 @@ impl CudaGpu {
 
 impl Drop for CudaGpu {
     fn drop(&mut self) {
+        let _relaxed = capture::relax();
         let blocking = self.blocking.get_mut().unwrap_or_else(PoisonError::into_inner).take();
         let urgent = self.urgent.iter().flat_map(|way| std::mem::take(&mut *lock(way)));
         let urgent: Vec<Raw> = urgent.map(|urgent| urgent.stream).collect();
@@ -531,9 +535,9 @@ impl fmt::Debug for CudaGpu {
 #[must_use = "the GPU is current only as long as the guard lives"]
 pub(super) struct CurrentGuard<'a> {
     pushed: bool,
+    /// Keeps the calls out of graph captures, and the guard on its thread.
+    _relaxed: Relaxed,
     _gpu: PhantomData<&'a CudaGpu>,
-    /// Keeps the guard on its thread.
-    _thread: PhantomData<*const ()>,
 }
 
 impl Drop for CurrentGuard<'_> {

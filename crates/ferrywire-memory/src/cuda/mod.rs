@@ -23,11 +23,12 @@
 //! # Ok(()) }
 //! ```
 //!
-//! Invariants: after every call the thread's current context is the one from before; streams, events and
-//! memory keep their GPU open; a stream whose work goes on is not destroyed.
+//! Invariants: after every call the thread's current context and graph capture mode are those from before;
+//! streams, events and memory keep their GPU open; a stream whose work goes on is not destroyed.
 //! Read next: `gpu.rs`, then `stream.rs`; `driver.rs` for how the driver is found.
 
 mod allocation;
+mod capture;
 pub mod deferred_free;
 mod dmabuf;
 mod driver;

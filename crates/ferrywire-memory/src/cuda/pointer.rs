@@ -5,6 +5,7 @@
 //! Invariant: a lookup neither loads nor initialises the driver. It costs one atomic load while the driver
 //! was never loaded, and one more check per call while another library may still load it.
 
+use super::capture;
 use super::driver;
 use super::error::{About, CudaError, NO_GPU_MEMORY, Result, check};
 use super::gpu::CudaGpu;
@@ -118,6 +119,7 @@ fn attributes(address: u64) -> Result<Option<Answers>> {
             return if is_foreign { Ok(None) } else { Err(unusable) };
         }
     };
+    let _relaxed = capture::relax();
     let mut answers = Answers::default();
     let mut asked = [
         Attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE,

@@ -1,10 +1,11 @@
 //! Memory of CUDA GPUs.
 //!
-//! `device`, `foreign`, `gather`, `held`, `joined`, `nic`, `outcomes`, `pattern` and `rounds` need a GPU and say `SKIPPED` without one.
+//! `captured`, `device`, `foreign`, `gather`, `held`, `joined`, `nic`, `outcomes`, `pattern` and `rounds` need a GPU and say `SKIPPED` without one.
 //! `without` shows what is said where something is missing, and runs them again with a stand-in for the driver (`stand_in.c`),
 //! and again with one that runs kernels on the CPU, which `launched` needs. `freed`, `over_plugin` and `uncompiled` need `libferrywire_tcpx_sim.so` beside
 //! this program, and takes a GPU where there is one, else such a stand-in. `kernel` runs the kernels' source on the CPU.
 
+mod captured;
 #[allow(dead_code, reason = "the plugin's own tests use all of it")]
 #[path = "../../../ferrywire-tcpx-sim/tests/rules/case.rs"]
 mod case;

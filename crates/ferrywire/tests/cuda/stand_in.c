@@ -91,6 +91,7 @@ static void wait_while_held(void) {
     __atomic_sub_fetch(&calls_waiting, 1, __ATOMIC_SEQ_CST);
 }
 
+#include "stand_in_capture.h"
 #include "stand_in_streams.h"
 
 int cuInit(unsigned flags) {
@@ -220,6 +221,7 @@ int cuMemGetInfo_v2(size_t *available, size_t *total) {
 
 int cuMemAlloc_v2(address *at, size_t bytes) {
     NEEDS_CONTEXT;
+    NOT_IN_A_CAPTURE(NULL);
     if (!bytes) return INVALID_VALUE;
     if (bytes > TOTAL - taken) return OUT_OF_MEMORY;
     int fd = memfd_create("stand-in", MFD_CLOEXEC);
@@ -244,6 +246,7 @@ int cuMemAlloc_v2(address *at, size_t bytes) {
 
 int cuMemFree_v2(address at) {
     NEEDS_CONTEXT;
+    NOT_IN_A_CAPTURE(NULL);
     wait_while_held();
     pthread_mutex_lock(&lock);
     struct range *found = find(at), old = {0};
@@ -268,6 +271,7 @@ int cuMemFree_v2(address at) {
 
 int cuMemHostRegister_v2(void *base, size_t bytes, unsigned flags) {
     NEEDS_CONTEXT;
+    NOT_IN_A_CAPTURE(NULL);
     pthread_mutex_lock(&lock);
     int added = bytes > PINNED_MAX - pinned ? OUT_OF_MEMORY : INVALID_VALUE;
     if (added != OUT_OF_MEMORY && flags == 3) added = add(PINNED, (address)base, base, bytes);
@@ -278,6 +282,7 @@ int cuMemHostRegister_v2(void *base, size_t bytes, unsigned flags) {
 
 int cuMemHostUnregister(void *base) {
     NEEDS_CONTEXT;
+    NOT_IN_A_CAPTURE(&unregister_code);
     pthread_mutex_lock(&lock);
     struct range *found = find((address)base);
     int right = found && found->kind == PINNED && found->base == (address)base;

@@ -6,6 +6,8 @@
  * with driver 580 on two H200: launches, fills and records, but no copies, flags, waits and queries. */
 
 enum { COPY, FILL, FLAG, KERNEL, AWAIT, HOLD, STREAMS = 2048, EVENTS = 2048, PARAMETERS = 2048, KERNELS_MAX = 64 };
+/* The place of an event that was recorded in a capturing stream. */
+enum { IN_A_GRAPH = -2 };
 
 /* A GPU has few queues for its multiprocessors, and so many streams that wait for a word of memory stand in all of them; in the
  * only one, if a variable asks for that. They are for kernels, for what is filled, for copies within a GPU, and, as an H200's
@@ -179,6 +181,7 @@ static void *work_on(void *unused) {
 
 /* With the lock held. */
 static int give(struct stream *stream, struct work work) {
+    if (is_capturing((void *)(stream - all_streams + 1))) return DONE;
     struct work *copy = malloc(sizeof *copy);
     *copy = work;
     copy->next = NULL;
@@ -338,6 +341,13 @@ int cuStreamCreate(void **stream, unsigned flags) {
     return found < 0 ? OUT_OF_MEMORY : DONE;
 }
 
+int stand_in_open_streams(void) {
+    pthread_mutex_lock(&lock);
+    int open = streams;
+    pthread_mutex_unlock(&lock);
+    return open;
+}
+
 int cuCtxGetStreamPriorityRange(int *least, int *greatest) {
     NEEDS_CONTEXT;
     *least = 0, *greatest = -5;
@@ -363,6 +373,8 @@ int cuStreamDestroy_v2(void *handle) {
 
 int cuStreamQuery(void *handle) {
     NEEDS_CONTEXT;
+    NOT_IN_A_CAPTURE(&query_code);
+    if (is_capturing(handle)) return invalidated();
     pthread_mutex_lock(&lock);
     struct stream *stream = stream_of(handle);
     int answer = !stream ? INVALID_VALUE : stream->done < stream->given ? NOT_READY : DONE;
@@ -372,6 +384,8 @@ int cuStreamQuery(void *handle) {
 
 int cuStreamSynchronize(void *handle) {
     NEEDS_CONTEXT;
+    NOT_IN_A_CAPTURE(&synchronize_code);
+    if (is_capturing(handle)) return invalidated();
     pthread_mutex_lock(&lock);
     struct stream *stream = stream_of(handle);
     if (stream) finish(stream);
@@ -429,7 +443,7 @@ int cuEventRecord(void *handle, void *stream_handle) {
     int done = event && (stream || !stream_handle) ? DONE : INVALID_VALUE;
     if (done == DONE && event->device != (stream ? stream->device : current())) done = INVALID_HANDLE;
     if (done == DONE) {
-        event->stream = stream ? (int)(stream - all_streams) : -1;
+        event->stream = is_capturing(stream_handle) ? IN_A_GRAPH : stream ? (int)(stream - all_streams) : -1;
         event->at = stream ? stream->given : 0;
     }
     pthread_mutex_unlock(&lock);
@@ -438,11 +452,12 @@ int cuEventRecord(void *handle, void *stream_handle) {
 
 int cuEventQuery(void *handle) {
     NEEDS_CONTEXT;
+    NOT_IN_A_CAPTURE(&query_code);
     pthread_mutex_lock(&lock);
     struct event *event = event_of(handle);
     int pending = event && event->stream >= 0 && all_streams[event->stream].done < event->at;
     pthread_mutex_unlock(&lock);
-    return !event ? INVALID_VALUE : pending ? NOT_READY : DONE;
+    return !event ? INVALID_VALUE : event->stream == IN_A_GRAPH ? CAPTURED_EVENT : pending ? NOT_READY : DONE;
 }
 
 #ifdef KERNELS
@@ -455,6 +470,7 @@ static void wait_for_all(void) {
 
 int cuModuleLoadData(void **module, const void *image) {
     NEEDS_CONTEXT;
+    NOT_IN_A_CAPTURE(NULL);
     wait_for_all();
     *module = &contexts[current()];
     return strstr(image, ".visible .entry") ? DONE : INVALID_VALUE;
@@ -462,6 +478,7 @@ int cuModuleLoadData(void **module, const void *image) {
 
 int cuModuleUnload(void *module) {
     NEEDS_CONTEXT;
+    NOT_IN_A_CAPTURE(NULL);
     wait_for_all();
     return DONE;
 }

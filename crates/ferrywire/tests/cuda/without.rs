@@ -332,8 +332,17 @@ fn all_tests_pass_with_kernels_on_the_cpu() {
     if !has_kernels() {
         return println!("SKIPPED: needs a C++ compiler");
     }
-    let tests =
-        ["device::", "gather::", "held::", "joined::", "launched::", "outcomes::", "pattern::", "rounds::"];
+    let tests = [
+        "captured::",
+        "device::",
+        "gather::",
+        "held::",
+        "joined::",
+        "launched::",
+        "outcomes::",
+        "pattern::",
+        "rounds::",
+    ];
     let said = child(&stand_in(&[WITH_KERNELS]), &tests);
     assert!(!said.contains("needs a CUDA device that runs kernels"), "{said}");
     assert!(said.contains("stand-in: left 0 contexts, 0 streams, 0 events, 0 ranges, 0 pushed"), "{said}");
@@ -346,7 +355,10 @@ fn the_devices_tests_pass_with_a_stand_in() {
         return;
     }
     for defines in [&[][..], &["BATCHES", "VERSION=12080"]] {
-        let said = child(&stand_in(defines), &["device::", "held::", "joined::", "outcomes::", "rounds::"]);
+        let said = child(
+            &stand_in(defines),
+            &["captured::", "device::", "held::", "joined::", "outcomes::", "rounds::"],
+        );
         assert!(!said.contains("needs a CUDA device\n"), "{said}");
         let left = "stand-in: left 0 contexts, 0 streams, 0 events, 0 ranges, 0 pushed";
         assert!(said.contains(left), "{said}");

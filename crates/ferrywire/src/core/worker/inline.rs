@@ -22,6 +22,7 @@ use crate::core::peer::PeerState;
 use crate::core::queue::SMALL_BYTES_MAX;
 use crate::core::sleeper::{Activity, PassiveWaiter};
 use crate::core::waiting::WakeHandle;
+use ferrywire_memory::cuda::deferred_free::{self, Moving};
 use ferrywire_proto::wire::HEADER_BYTES;
 use ferrywire_sys::signal::SigpipeScope;
 
@@ -280,7 +281,8 @@ impl Worker {
     fn claimed<'a>(&'a self, engine: MutexGuard<'a, ProgressEngine>) -> Claim<'a> {
         self.sleeper.begin_drive();
         self.drives.fetch_add(1, Ordering::SeqCst);
-        Claim { worker: self, engine: Some(engine), _sigpipe: SigpipeScope::new() }
+        let (_moving, _sigpipe) = (deferred_free::moving(), SigpipeScope::new());
+        Claim { worker: self, engine: Some(engine), _moving, _sigpipe }
     }
 
     /// Sends the queued frames of one peer. False if another thread polls this worker, or only its own thread
@@ -369,6 +371,8 @@ impl Worker {
 struct Claim<'a> {
     worker: &'a Worker,
     engine: Option<MutexGuard<'a, ProgressEngine>>,
+    /// From the first pass to the last, so that the thread's graph capture mode is set once for all passes.
+    _moving: Moving,
     _sigpipe: SigpipeScope,
 }
 
