@@ -385,8 +385,8 @@ int ferrywire_peer_identity(const ferrywire_peer *peer,
 /**
  * Makes another handle of the peer, for operations in the order of a GPU's work. Operations posted through this handle
  * use memory only after the work that is in `stream` now has finished. `stream` is a CUstream or cudaStream_t of the
- * primary context of GPU `gpu`; NULL is the default stream. The call does not wait for the stream. The new handle is
- * freed like any other.
+ * primary context of GPU `gpu`, and captures no CUDA graph; NULL is the default stream. The call does not wait for the
+ * stream. The new handle is freed like any other.
  */
 int ferrywire_peer_on_stream(const ferrywire_peer *peer,
                              uint32_t gpu,

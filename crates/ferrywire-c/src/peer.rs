@@ -186,8 +186,8 @@ pub unsafe extern "C" fn ferrywire_peer_identity(
 
 /// Makes another handle of the peer, for operations in the order of a GPU's work. Operations posted through this handle
 /// use memory only after the work that is in `stream` now has finished. `stream` is a CUstream or cudaStream_t of the
-/// primary context of GPU `gpu`; NULL is the default stream. The call does not wait for the stream. The new handle is
-/// freed like any other.
+/// primary context of GPU `gpu`, and captures no CUDA graph; NULL is the default stream. The call does not wait for the
+/// stream. The new handle is freed like any other.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_peer_on_stream(
     peer: *const Peer,

@@ -127,9 +127,9 @@ impl Peer {
     /// memory; with `message` the peer then gets a notification. With `stream` the write starts after the stream's
     /// present work.
     ///
-    /// Raises `UsageError` for a range outside of a region, or a region that is deregistered or of another endpoint;
-    /// `Closed`, `PeerLost`, `PeerClosed`. The transfer raises these too, and `AccessRefused` if the peer has
-    /// deregistered the region or holds too many unread notifications.
+    /// Raises `UsageError` for a range outside of a region, a region that is deregistered or of another endpoint, or a
+    /// stream that captures a CUDA graph; `Closed`, `PeerLost`, `PeerClosed`. The transfer raises these too, and
+    /// `AccessRefused` if the peer has deregistered the region or holds too many unread notifications.
     #[pyo3(signature = (source, target, *, source_offset=0, target_offset=0, nbytes=None, message=None, stream=None))]
     #[expect(clippy::too_many_arguments, reason = "Python passes each as a keyword")]
     fn write(

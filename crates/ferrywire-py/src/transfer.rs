@@ -112,8 +112,9 @@ impl Transfer {
     /// to; for host memory no stream waits then. With host memory the stream must be an object that names its GPU. Free
     /// no GPU memory while a stream waits (`empty_cache`): the driver would wait for the stream.
     ///
-    /// Raises `GpuError` if the driver refuses; `UsageError` for an object that is not a stream, and, without a stream,
-    /// for GPU memory of a library that has no current stream.
+    /// Raises `GpuError` if the driver refuses; `UsageError` for an object that is not a stream, for a stream that
+    /// captures a CUDA graph, whose replays would not wait, and, without a stream, for GPU memory of a library that has no
+    /// current stream.
     #[pyo3(signature = (stream=None))]
     fn block_stream(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let Some(named) = stream::to_hold(py, self.location, self.framework, stream)? else {

@@ -281,6 +281,7 @@ impl Error {
             Error::Cancelled | Error::Closed | Error::UnsupportedMemory { .. } | Error::Forked { .. } => {
                 ErrorKind::Usage
             }
+            Error::Cuda(CudaError::StreamCapturing { .. }) => ErrorKind::Usage,
             Error::SimGpu(_) | Error::Cuda(_) => ErrorKind::Gpu,
             Error::PluginLoad(_) | Error::PluginCall(_) | Error::Unpack(_) => ErrorKind::Plugin,
             Error::Io { .. } | Error::Limit { .. } | Error::ResourceBusy { .. } => ErrorKind::Local,

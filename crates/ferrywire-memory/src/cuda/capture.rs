@@ -9,13 +9,18 @@
 //! Invariant: a thread that runs other code has the mode that the other code chose.
 //! Read next: `gpu.rs`, whose guard of the current context is also one of the mode.
 
-use super::deferred_free;
-use super::error::ask;
+use super::error::{CudaError, Result, ask, call};
+use super::gpu::CudaGpu;
+use super::{RawStream, deferred_free};
 use std::cell::Cell;
 use std::marker::PhantomData;
 
 /// `CU_STREAM_CAPTURE_MODE_RELAXED`.
 const RELAXED: u32 = 2;
+/// `CU_STREAM_CAPTURE_STATUS_NONE`.
+const NOT_CAPTURING: u32 = 0;
+/// The driver's answer for the default stream while a stream that it is ordered with captures.
+const CAPTURES_IMPLICITLY: u32 = 906;
 
 thread_local! {
     /// The mode that the thread gets back; `None` unless this module has changed it.
@@ -56,4 +61,24 @@ fn exchange(mut mode: u32) -> Option<u32> {
     // SAFETY: the driver reads and writes one number, which has the size of its enumeration.
     let code = unsafe { ask!(cuThreadExchangeStreamCaptureMode((&raw mut mode).cast())) }.ok()?;
     (code == 0).then_some(mode)
+}
+
+/// Refuses a stream that captures a graph: what orders the stream with a transfer would become part of the
+/// graph, and a replay would not be ordered with any transfer.
+///
+/// # Errors
+/// [`CudaError::StreamCapturing`], and the driver's error.
+///
+/// # Safety
+/// `stream` is a live stream of this GPU's primary context, which is current, or null for the default stream.
+pub(super) unsafe fn refuse_capturing(gpu: &CudaGpu, stream: RawStream) -> Result<()> {
+    let mut status = NOT_CAPTURING;
+    // SAFETY: the caller promises a live stream; the driver writes one number, which has the size of its
+    // enumeration.
+    let asked = unsafe { call!(gpu.about(), cuStreamIsCapturing(stream, (&raw mut status).cast())) };
+    match asked {
+        Ok(()) if status == NOT_CAPTURING => Ok(()),
+        Err(error) if error.code() != Some(CAPTURES_IMPLICITLY) => Err(error),
+        _ => Err(CudaError::StreamCapturing { gpu: gpu.index(), stream: stream as u64 }),
+    }
 }

@@ -125,6 +125,17 @@ pub enum CudaError {
         /// Why the memory cannot be exported.
         why: String,
     },
+    /// The stream captures a graph, so it cannot be ordered with a transfer: replays of the graph would not be.
+    #[error(
+        "cannot order a transfer with stream {stream:#x} of CUDA GPU {gpu}, which is capturing a graph: replays of the \
+         graph would not be ordered with the transfer; order it before or after the capture"
+    )]
+    StreamCapturing {
+        /// Number of the GPU of the stream.
+        gpu: u32,
+        /// The driver's handle of the stream; 0 for the default stream.
+        stream: u64,
+    },
     /// An event or a stream did not finish in time. It may still finish.
     #[error("CUDA GPU {gpu}: {what} has not ended after {:?}", ferrywire_proto::text::rounded(*waited))]
     TimedOut {

@@ -1,8 +1,8 @@
 //! CUDA events: points in a stream, which are done when all work before them is done.
 
-use super::RawStream;
 use super::error::{CudaError, NOT_READY, Result, ask, call, check};
 use super::gpu::CudaGpu;
+use super::{RawStream, capture};
 use cudarc::driver::sys;
 use std::ptr;
 use std::sync::Arc;
@@ -51,12 +51,18 @@ impl CudaEvent {
 
     /// Records the event in a stream of another library, behind all work enqueued there so far.
     ///
+    /// # Errors
+    /// [`CudaError::StreamCapturing`] for a stream that captures a graph, and the driver's error.
+    ///
     /// # Safety
     /// `stream` is a live stream of this GPU's primary context, or null for the default stream.
     pub unsafe fn record_raw(&self, stream: RawStream) -> Result<()> {
         let _current = self.gpu.make_current()?;
         // SAFETY: the caller promises that the stream is live and belongs to this GPU.
-        unsafe { call!(self.gpu.about(), cuEventRecord(self.raw, stream)) }
+        unsafe {
+            capture::refuse_capturing(&self.gpu, stream)?;
+            call!(self.gpu.about(), cuEventRecord(self.raw, stream))
+        }
     }
 
     /// Makes later work in a stream of another library wait for the event.

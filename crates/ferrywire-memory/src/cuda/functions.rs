@@ -10,7 +10,8 @@
 use super::error::{CudaError, Result};
 use cudarc::driver::sys::{
     self, CUDA_MEMCPY2D, CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction,
-    CUmemRangeHandleType, CUmodule, CUpointer_attribute, CUstream, CUstreamCaptureMode, CUuuid,
+    CUmemRangeHandleType, CUmodule, CUpointer_attribute, CUstream, CUstreamCaptureMode,
+    CUstreamCaptureStatus, CUuuid,
 };
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_ulonglong, c_void};
 
@@ -83,6 +84,7 @@ functions! {
     cuStreamWriteValue32_v2(CUstream, CUdeviceptr, u32, c_uint);
     cuStreamWriteValue64_v2(CUstream, CUdeviceptr, u64, c_uint);
     cuStreamWaitValue64_v2(CUstream, CUdeviceptr, u64, c_uint);
+    cuStreamIsCapturing(CUstream, *mut CUstreamCaptureStatus);
     cuThreadExchangeStreamCaptureMode(*mut CUstreamCaptureMode);
     cuEventCreate(*mut CUevent, c_uint);
     cuEventDestroy_v2(CUevent);

@@ -5,13 +5,12 @@
 //! Invariant: a stream is destroyed when all its work is done, and no caller waits for work that does not end.
 //! Read next: `event.rs`.
 
-use super::deferred_free;
 use super::driver::{self, CopyAttributes, SOURCE_ACCESS_STREAM};
 use super::error::{About, CudaError, NOT_SUPPORTED, Result, ask, call, check};
 use super::event::{self, CudaEvent};
 use super::gpu::CudaGpu;
 use super::module::CudaFunction;
-use super::{RawEvent, RawStream};
+use super::{RawEvent, RawStream, capture, deferred_free};
 use crate::GpuCopy;
 use cudarc::driver::sys;
 use ferrywire_proto::limits;
@@ -332,6 +331,9 @@ impl CudaStream {
     /// Makes later work in a stream of another library wait, on the GPU, until 8 bytes of pinned memory hold
     /// `value` or more.
     ///
+    /// # Errors
+    /// [`CudaError::StreamCapturing`] for a stream that captures a graph, and the driver's error.
+    ///
     /// # Safety
     /// `stream` is a live stream of this GPU's primary context, or null for the default stream; `address` is
     /// as for [`CudaStream::write_flag_u64`].
@@ -344,7 +346,10 @@ impl CudaStream {
         let _current = gpu.make_current()?;
         // SAFETY: the caller promises a live stream and a valid address. Without flags the wait ends when the
         // value is reached or passed.
-        unsafe { call!(gpu.about(), cuStreamWaitValue64_v2(stream, address, value, 0)) }
+        unsafe {
+            capture::refuse_capturing(gpu, stream)?;
+            call!(gpu.about(), cuStreamWaitValue64_v2(stream, address, value, 0))
+        }
     }
 
     /// Enqueues a kernel with `grid` blocks of `block` threads.

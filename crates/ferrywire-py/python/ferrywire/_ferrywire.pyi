@@ -39,7 +39,7 @@ _Address = str | tuple[str, int]
 _Memory = Any
 # An int64 array of one dimension (numpy, torch, array.array), or a list of integers.
 _Integers = Any
-# A raw CUDA stream, or an object with `cuda_stream`, `ptr` or `__cuda_stream__`.
+# A raw CUDA stream, or an object with `cuda_stream`, `ptr` or `__cuda_stream__`; not while it captures a CUDA graph.
 _Stream = Any
 
 @final

@@ -214,7 +214,8 @@ impl Transfer {
     /// separately.)
     ///
     /// # Errors
-    /// [`TransferError::Cuda`] if the driver fails; the stream then does not wait.
+    /// [`TransferError::Cuda`] if the stream captures a CUDA graph, whose replays would not wait, or if the driver
+    /// fails; the stream then does not wait.
     pub fn block_stream(&self, stream: &CudaStream) -> Result<(), TransferError> {
         // SAFETY: `stream` is borrowed, so it is live.
         unsafe { self.block_raw_stream(stream.gpu(), stream.raw()) }
@@ -224,7 +225,8 @@ impl Transfer {
     /// the default stream.
     ///
     /// # Errors
-    /// [`TransferError::Cuda`] if the driver fails; the stream then does not wait.
+    /// [`TransferError::Cuda`] if the stream captures a CUDA graph, whose replays would not wait, or if the driver
+    /// fails; the stream then does not wait.
     ///
     /// # Safety
     /// `stream` is a live stream of this GPU's primary context, or null.

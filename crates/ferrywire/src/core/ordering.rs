@@ -33,17 +33,18 @@ impl StreamEvent {
     /// Creates an event after everything that `stream` has enqueued so far.
     ///
     /// # Errors
-    /// [`Error::Cuda`](crate::Error::Cuda) if the driver fails.
+    /// [`Error::Cuda`](crate::Error::Cuda) if the stream captures a CUDA graph, which an event cannot leave, or
+    /// if the driver fails.
     pub fn after_stream(stream: &CudaStream) -> Result<StreamEvent> {
-        let event = CudaEvent::new(stream.gpu())?;
-        stream.record(&event)?;
-        Ok(StreamEvent(Mark::Cuda(Arc::new(event))))
+        // SAFETY: `stream` is borrowed, so it is live.
+        unsafe { StreamEvent::after_raw_stream(stream.gpu(), stream.raw()) }
     }
 
     /// Creates an event in a foreign stream, such as PyTorch's; null is the default stream.
     ///
     /// # Errors
-    /// [`Error::Cuda`](crate::Error::Cuda) if the driver fails.
+    /// [`Error::Cuda`](crate::Error::Cuda) if the stream captures a CUDA graph, which an event cannot leave, or
+    /// if the driver fails.
     ///
     /// # Safety
     /// `stream` is a live stream of this GPU's primary context, or null.
@@ -54,7 +55,8 @@ impl StreamEvent {
         Ok(StreamEvent(Mark::Cuda(Arc::new(event))))
     }
 
-    /// Wraps an event, as it was recorded last. The caller must not record it again before it has happened.
+    /// Wraps an event, as it was recorded last, not during a capture of a CUDA graph. The caller must not record it
+    /// again before it has happened.
     pub fn after_event(event: Arc<CudaEvent>) -> StreamEvent {
         StreamEvent(Mark::Cuda(event))
     }
@@ -162,7 +164,7 @@ impl Gates {
     /// Makes a stream wait from here on, until the returned gate is opened.
     ///
     /// # Errors
-    /// The driver's error; the stream then does not wait.
+    /// The stream captures a CUDA graph, or the driver's error; the stream then does not wait.
     ///
     /// # Safety
     /// `stream` is a live stream of this GPU's primary context, or null.

@@ -2,8 +2,8 @@
 
 use crate::{gpu, is_alone, moves};
 use cudarc::driver::sys;
-use ferrywire::{Endpoint, StreamEvent};
-use ferrywire_memory::cuda::{CudaGpu, CudaStream};
+use ferrywire::{Endpoint, Error, ErrorKind, StreamEvent, TransferError};
+use ferrywire_memory::cuda::{CudaError, CudaGpu, CudaStream};
 use std::ptr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -121,4 +121,41 @@ fn a_thread_keeps_its_capture_mode_after_calls_that_poll_the_gpu() {
     }
     assert_eq!(before, modes[2]);
     exchange(before);
+}
+
+/// Regression: the wait, or the event, became part of the graph. A replay did not wait for the transfer, and a transfer
+/// after the event failed.
+#[test]
+fn a_transfer_is_not_ordered_with_a_stream_that_captures_a_graph() {
+    let Some(gpu) = gpu() else { return };
+    if !is_alone("captured::a_transfer_is_not_ordered_with_a_stream_that_captures_a_graph") {
+        return;
+    }
+    let accepting = Endpoint::builder().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
+    let connecting = Endpoint::builder().build().unwrap();
+    let near = connecting.connect(accepting.listen_addresses()[0], LONG).unwrap();
+    let far = accepting.accept(LONG).unwrap();
+    let source = connecting.register(vec![9; BYTES]).unwrap();
+    let target = accepting.alloc_cuda(0, BYTES).unwrap();
+    let received = far.recv(1, &target, 0, BYTES as u64).unwrap();
+    let capture = Capture::begin(&gpu);
+    let stream = &capture.stream;
+    let expected = CudaError::StreamCapturing { gpu: 0, stream: stream.raw() as u64 };
+    assert!(expected.to_string().contains(&format!("stream {:#x} of", stream.raw() as u64)), "{expected}");
+    let error = received.block_stream(stream).expect_err("a replay of the graph does not wait");
+    assert_eq!((error.kind(), error), (ErrorKind::Usage, TransferError::Cuda(expected.clone())));
+    for after in [
+        StreamEvent::after_stream(stream),
+        // SAFETY: the stream lives as long as the capture.
+        unsafe { StreamEvent::after_raw_stream(&gpu, stream.raw()) },
+    ] {
+        assert_eq!(after.expect_err("the event is part of the graph"), Error::Cuda(expected.clone()));
+    }
+    capture.end();
+    assert_eq!(near.send(1, &source, 0, BYTES as u64).unwrap().wait(LONG), Ok(BYTES as u64));
+    assert_eq!(received.wait(LONG), Ok(BYTES as u64));
+    // The wait that was refused stops no later work.
+    let stream = gpu.stream().unwrap();
+    received.block_stream(&stream).unwrap();
+    stream.wait(LONG).unwrap();
 }
