@@ -185,6 +185,8 @@ const NOT_INITIALIZED: u32 = 3;
 const DEINITIALIZED: u32 = 4;
 const STUB_LIBRARY: u32 = 34;
 pub(super) const NO_DEVICE: u32 = 100;
+/// The answer to a push of the GPU's own context once another library has destroyed that context.
+const INVALID_CONTEXT: u32 = 201;
 pub(super) const NOT_READY: u32 = 600;
 pub(super) const NOT_SUPPORTED: u32 = 801;
 /// Codes with which a driver answers for an address that is not of a GPU: some refuse addresses that they do not know, and a
@@ -207,6 +209,12 @@ impl CudaError {
     /// Whether every later call in the GPU's context fails with this error, until the process ends.
     pub fn loses_context(&self) -> bool {
         self.code().is_some_and(|code| LOSES_CONTEXT.contains(&code))
+    }
+
+    /// Whether the GPU's work has ended, in whatever way: its context is lost, or there is none any more. After any
+    /// other error of a query the work may still run.
+    pub fn ends_work(&self) -> bool {
+        self.loses_context() || matches!(self.code(), Some(DEINITIALIZED | INVALID_CONTEXT))
     }
 }
 
@@ -296,6 +304,8 @@ mod tests {
         let failed = |code| CudaError::Call { failure: failure(code) }.loses_context();
         assert_eq!([1, 2, 600, 700, 719].map(failed), [false, false, false, true, true]);
         assert!(!CudaError::Freed { address: 1, bytes: 1 }.loses_context());
+        let ended = |code| CudaError::Call { failure: failure(code) }.ends_work();
+        assert_eq!([1, 4, 201, 719, 900, 999].map(ended), [false, true, true, true, false, false]);
     }
 
     #[test]

@@ -8,7 +8,7 @@ use super::capture::{self, Relaxed};
 use super::driver::driver;
 use super::error::{About, CudaError, Result, call};
 use super::stack::Aside;
-use super::stream::{SHORT_BYTES, copy_short};
+use super::stream::{SHORT_BYTES, copy_short, synchronize};
 use super::{CudaBuffer, CudaStream, PinnedBuffer, deferred_free, pointer};
 use cudarc::driver::sys::{self, CUdevice_attribute as Attribute};
 use ferrywire_proto::limits::CUDA_GPUS_MAX;
@@ -300,24 +300,36 @@ impl CudaGpu {
         if self.urgent.iter().all(|way| lock(way).len() >= URGENT_STREAMS) {
             return Ok(());
         }
-        let (device, host) = (self.alloc_own(ZEROES_BYTES, 8)?, self.pinned(ZEROES_BYTES)?);
+        let (device, mut host) = (self.alloc_own(ZEROES_BYTES, 8)?, self.pinned(ZEROES_BYTES)?);
+        self.prepare_streams_with(&device, &host).inspect_err(|_| {
+            // A copy may still run.
+            device.prevent_reuse();
+            host.prevent_reuse();
+        })
+    }
+
+    /// Makes the streams for transfers, and lets each copy between both buffers, of [`ZEROES_BYTES`] each.
+    ///
+    /// # Errors
+    /// The driver's error; a copy may then still run.
+    fn prepare_streams_with(self: &Arc<Self>, device: &CudaBuffer, host: &PinnedBuffer) -> Result<()> {
         // The stream of blocking copies is prepared too, with a copy by a copy engine; short copies to a GPU
         // use multiprocessors instead.
         self.read_to_vec(device.address(), size_of::<u64>())?;
-        // SAFETY: both buffers are this function's own, and of this length.
+        // SAFETY: both buffers are the caller's own, and of this length.
         unsafe { self.copy_and_wait(device.address(), host.address(), ZEROES_BYTES) }?;
         for way in &self.urgent {
             while lock(way).len() < URGENT_STREAMS {
                 let stream = CudaStream::urgent(self)?;
                 let (on_gpu, pinned) = (device.address(), host.address());
-                // SAFETY: both buffers are this function's own, and live until the stream has finished.
+                // SAFETY: both buffers are the caller's own. The driver frees them only when all work is done.
                 let enqueued = unsafe {
                     stream
                         .copy(on_gpu, pinned, ZEROES_BYTES)
                         .and_then(|()| stream.copy(pinned, on_gpu, ZEROES_BYTES))
                         .and_then(|()| stream.write_flag_u64(pinned, 1))
                 };
-                stream.finish();
+                stream.finish()?;
                 enqueued?;
                 lock(way).push(Urgent { stream: Raw(stream.into_raw()), users: 0 });
             }
@@ -499,7 +511,7 @@ impl CudaGpu {
         let enqueued = enqueue(stream, about);
         // The wait follows a failure too: the memory belongs to the caller again when this returns.
         // SAFETY: the stream is one of this context.
-        let done = unsafe { call!(about, cuStreamSynchronize(stream)) };
+        let done = unsafe { synchronize(about, stream) };
         enqueued.and(done)
     }
 }

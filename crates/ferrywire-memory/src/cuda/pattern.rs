@@ -71,9 +71,9 @@ impl CudaPattern {
     }
 
     /// Runs `work`, and waits for its end also when it failed or timed out: its memory belongs to the caller
-    /// again afterwards.
+    /// again afterwards, except after an error that does not [end the work](super::CudaError::ends_work).
     fn to_its_end<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
-        work().inspect_err(|_| self.stream.finish())
+        work().or_else(|error| self.stream.finish().and(Err(error)))
     }
 
     fn room(&self) -> MutexGuard<'_, Room> {

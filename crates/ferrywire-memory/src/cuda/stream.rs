@@ -6,7 +6,7 @@
 //! Read next: `event.rs`.
 
 use super::driver::{self, CopyAttributes, SOURCE_ACCESS_STREAM};
-use super::error::{About, CudaError, NOT_SUPPORTED, Result, ask, call, check};
+use super::error::{About, NOT_SUPPORTED, Result, ask, call, check};
 use super::event::{self, CudaEvent};
 use super::gpu::CudaGpu;
 use super::module::CudaFunction;
@@ -20,7 +20,7 @@ use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// A queue of asynchronous work of a CUDA GPU, independent of the default stream.
 ///
@@ -125,6 +125,28 @@ pub(super) fn create_urgent(gpu: &CudaGpu) -> Result<sys::CUstream> {
     Ok(raw)
 }
 
+/// Waits until no work of a stream runs, on a GPU whose context is current.
+///
+/// # Errors
+/// The driver's error. Unless it [ends the work](super::CudaError::ends_work), the work may still run: each
+/// call failed, for [`GPU_ABANDON_TIMEOUT`](limits::GPU_ABANDON_TIMEOUT).
+///
+/// # Safety
+/// The stream is alive, and of this context.
+pub(super) unsafe fn synchronize(about: About, stream: sys::CUstream) -> Result<()> {
+    const PAUSE: Duration = Duration::from_millis(1);
+    let start = Instant::now();
+    loop {
+        // SAFETY: promised by the caller of this function.
+        match unsafe { call!(about, cuStreamSynchronize(stream)) } {
+            Err(error) if !error.ends_work() && start.elapsed() < limits::GPU_ABANDON_TIMEOUT => {
+                thread::sleep(PAUSE);
+            }
+            ended => return ended,
+        }
+    }
+}
+
 impl CudaStream {
     pub(super) fn new(gpu: &Arc<CudaGpu>) -> Result<CudaStream> {
         let _current = gpu.make_current()?;
@@ -171,11 +193,15 @@ impl CudaStream {
     }
 
     /// Waits until no work of the stream runs, also when the work has failed or the context is unusable.
-    pub fn finish(&self) {
-        if let Ok(_current) = self.gpu.make_current() {
-            // SAFETY: the stream is alive.
-            let _ = unsafe { call!(self.gpu.about(), cuStreamSynchronize(self.raw)) };
-        }
+    ///
+    /// # Errors
+    /// The driver's error if the work may still run: each call failed, for
+    /// [`GPU_ABANDON_TIMEOUT`](limits::GPU_ABANDON_TIMEOUT).
+    pub fn finish(&self) -> Result<()> {
+        // SAFETY: the stream is alive.
+        let ended =
+            self.gpu.make_current().and_then(|_current| unsafe { synchronize(self.gpu.about(), self.raw) });
+        ended.or_else(|error| if error.ends_work() { Ok(()) } else { Err(error) })
     }
 
     /// Enqueues a copy between device memory and pinned memory, in any combination.
@@ -443,9 +469,9 @@ impl Drop for CudaStream {
             Whose::Left => return,
         }
         match self.wait(limits::GPU_END_TIMEOUT) {
-            Err(CudaError::TimedOut { .. }) => self.leave(),
-            // After an error no work runs.
-            Ok(()) | Err(_) => self.destroy(),
+            Ok(()) => self.destroy(),
+            Err(error) if error.ends_work() => self.destroy(),
+            Err(_) => self.leave(),
         }
     }
 }
@@ -453,7 +479,7 @@ impl Drop for CudaStream {
 impl CudaStream {
     fn destroy(&self) {
         let Ok(_current) = self.gpu.make_current() else { return };
-        // SAFETY: the stream is alive; `drop`, the only caller, uses it for the last time.
+        // SAFETY: the stream is alive, and the callers use it for the last time.
         let _ = unsafe { call!(self.gpu.about(), cuStreamDestroy_v2(self.raw)) };
     }
 
@@ -462,11 +488,17 @@ impl CudaStream {
         let stream =
             CudaStream { gpu: self.gpu.clone(), raw: self.raw, whose: Whose::Own, batch: Mutex::default() };
         tracing::info!("work in {stream:?} has not ended yet: the stream is kept until it does");
-        // Without a thread it is never destroyed.
-        let stream = ManuallyDrop::new(stream);
-        let end = move || {
-            let stream = ManuallyDrop::into_inner(stream);
-            stream.finish();
+        // Without a thread, or if its work may run for ever, it is never destroyed.
+        let mut stream = ManuallyDrop::new(stream);
+        let end = move || match stream.finish() {
+            Ok(()) => {
+                stream.destroy();
+                stream.whose = Whose::Left;
+                drop(ManuallyDrop::into_inner(stream));
+            }
+            Err(error) => {
+                tracing::error!(%error, "cannot tell whether work in {stream:?} has ended: it is never destroyed");
+            }
         };
         if let Err(error) = thread::Builder::new().name("ferrywire-gpu".into()).spawn(end) {
             tracing::error!(

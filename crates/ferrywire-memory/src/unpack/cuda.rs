@@ -61,7 +61,10 @@ impl CudaQueue {
 
 impl Drop for CudaQueue {
     fn drop(&mut self) {
-        self.stream.finish();
+        if let Err(error) = self.stream.finish() {
+            tracing::error!(%error, "cannot tell whether gathers of CUDA GPU {} have ended", self.gpu().index());
+            self.flag.prevent_reuse();
+        }
     }
 }
 
@@ -139,7 +142,11 @@ unsafe impl GatherDevice for CudaQueue {
         self.reached = self.flag();
         if self.reached == before && self.reached < self.marked && self.asked.elapsed() >= ASK_INTERVAL {
             self.asked = Instant::now();
-            self.stream.query()?;
+            // After any other error the mark can still be reached.
+            self.stream
+                .query()
+                .map(drop)
+                .or_else(|error| if error.ends_work() { Err(error) } else { Ok(()) })?;
         }
         Ok(self.reached)
     }

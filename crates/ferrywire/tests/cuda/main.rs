@@ -2,7 +2,7 @@
 //!
 //! `captured`, `device`, `foreign`, `gather`, `held`, `joined`, `nic`, `outcomes`, `pattern` and `rounds` need a GPU and say `SKIPPED` without one.
 //! `without` shows what is said where something is missing, and runs them again with a stand-in for the driver (`stand_in.c`),
-//! and again with one that runs kernels on the CPU, which `launched` needs. `freed`, `over_plugin` and `uncompiled` need `libferrywire_tcpx_sim.so` beside
+//! and again with one that runs kernels on the CPU, which `launched` needs. `failed_calls` needs a stand-in. `freed`, `over_plugin` and `uncompiled` need `libferrywire_tcpx_sim.so` beside
 //! this program, and takes a GPU where there is one, else such a stand-in. `kernel` runs the kernels' source on the CPU.
 
 mod captured;
@@ -14,6 +14,7 @@ mod driver;
 #[allow(dead_code, reason = "other tests use all of it")]
 #[path = "../plugin/ends.rs"]
 mod ends;
+mod failed_calls;
 mod foreign;
 mod freed;
 mod gather;

@@ -390,7 +390,7 @@ fn a_copier_that_fails_in_a_shared_stream_waits_for_its_own_copies_alone() {
     target.read_at(0, &mut found).unwrap();
     assert!(found.iter().enumerate().all(|(at, byte)| *byte == (at % 251) as u8));
     assert_eq!((near.stats().lost_channels, far.stats().lost_channels), (vec![], vec![]));
-    other.finish();
+    other.finish().unwrap();
     ends.close();
 }
 

@@ -60,6 +60,12 @@ pub(super) trait Copier: Send {
         true
     }
 
+    /// Waits until the copies that have begun have ended. False if that cannot be known: then the copier must not be
+    /// dropped, and the memory that was passed to it must not be used.
+    fn finish(&mut self) -> bool {
+        true
+    }
+
     /// Number of driver calls, including queries.
     fn calls(&self) -> u64;
 

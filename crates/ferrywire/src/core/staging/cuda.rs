@@ -213,10 +213,9 @@ impl CudaCopier {
 
 impl Drop for CudaCopier {
     fn drop(&mut self) {
-        self.bar();
-        // Others may enqueue work in the stream, so it is not asked twice.
-        if !self.has_ended {
-            self.stream.finish();
+        if !self.finish() {
+            self.flag.prevent_reuse();
+            self.kernel.iter_mut().for_each(ListKernel::prevent_reuse);
         }
     }
 }
@@ -301,15 +300,30 @@ impl Copier for CudaCopier {
             self.calls += 1;
             let ended = if self.is_fenced { self.end.query() } else { self.stream.query() };
             match ended {
-                Ok(false) if start.elapsed() >= timeout => return false,
-                Ok(false) => thread::sleep(END_PAUSE),
-                // After an error the stream runs no more work.
-                Ok(true) | Err(_) => {
-                    self.has_ended = true;
-                    return true;
-                }
+                Ok(true) => self.has_ended = true,
+                Ok(false) => {}
+                // After any other error the copies may still run.
+                Err(error) => self.has_ended = error.ends_work(),
+            }
+            if self.has_ended || start.elapsed() >= timeout {
+                return self.has_ended;
+            }
+            thread::sleep(END_PAUSE);
+        }
+    }
+
+    fn finish(&mut self) -> bool {
+        self.bar();
+        // Others may enqueue work in the stream, so it is not asked twice.
+        if !self.has_ended {
+            let ended = self.stream.finish();
+            self.has_ended = ended.is_ok();
+            if let Err(error) = ended {
+                let gpu = self.stream.gpu().index();
+                tracing::error!(%error, "cannot tell whether staging copies of CUDA GPU {gpu} have ended");
             }
         }
+        self.has_ended
     }
 
     fn calls(&self) -> u64 {

@@ -112,6 +112,11 @@ impl ListKernel {
         Ok(ListKernel { kernels, words, mailbox, launched: None, lists, barred: false })
     }
 
+    /// Prevents reuse of the memory that the GPU may still read.
+    pub fn prevent_reuse(&mut self) {
+        self.mailbox.prevent_reuse();
+    }
+
     /// Bytes of pinned memory in use.
     pub fn pinned_bytes(&self) -> usize {
         self.mailbox.pinned_bytes()

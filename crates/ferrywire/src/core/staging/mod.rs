@@ -121,7 +121,16 @@ impl Hung {
         let late: Vec<LateCopies> = written.map(LateCopies::new).collect();
         let parcel = Arc::new(Mutex::new(Some((self, users, late))));
         let taken = parcel.clone();
-        let end = move || drop(taken.lock().unwrap_or_else(PoisonError::into_inner).take());
+        let end = move || {
+            let mut parcel = taken.lock().unwrap_or_else(PoisonError::into_inner).take();
+            let mut unfinished = parcel.iter_mut().flat_map(|(hung, ..)| &mut hung.unfinished);
+            if !unfinished.all(Unfinished::finish) {
+                tracing::error!(
+                    "the memory that staging copies may use stays in use until this process ends"
+                );
+                std::mem::forget(parcel);
+            }
+        };
         if let Err(error) = thread::Builder::new().name("ferrywire-gpu".into()).spawn(end) {
             tracing::error!(
                 "cannot start a thread that waits for staging copies: {error}; the memory that they use stays in \

@@ -98,7 +98,11 @@ fn ring_bytes(way: Way) -> usize {
 impl Drop for Pipeline {
     fn drop(&mut self) {
         RINGS_BYTES.fetch_sub(self.ring.len(), Ordering::Relaxed);
-        self.copier = None;
+        if let Some(mut copier) = self.copier.take()
+            && !copier.finish()
+        {
+            std::mem::forget((copier, self.pinned.take()));
+        }
         self.keep_lent_pages();
     }
 }
@@ -414,7 +418,7 @@ impl Pipeline {
         let copier = copier.and_then(|(ended, copier)| (!ended).then_some(copier));
         let unfinished = copier.map(|copier| {
             self.keep_lent_pages();
-            Unfinished { _copier: copier, _pinned: self.pinned.take(), location: self.location }
+            Unfinished { copier, _pinned: self.pinned.take(), location: self.location }
         });
         self.end_part();
         self.runs.clear();
@@ -440,9 +444,16 @@ impl Pipeline {
 /// A copier whose work the GPU has not finished, and the ring that it copies from or to.
 pub(crate) struct Unfinished {
     /// The copier. Dropped before the ring.
-    _copier: Box<dyn Copier>,
+    copier: Box<dyn Copier>,
     _pinned: Option<Pinned>,
     pub location: MemoryLocation,
+}
+
+impl Unfinished {
+    /// Waits until the copies have ended; see [`Copier::finish`].
+    pub fn finish(&mut self) -> bool {
+        self.copier.finish()
+    }
 }
 
 /// Whether every later call for the GPU fails too.

@@ -59,6 +59,10 @@ impl Copier for OneByOne {
         !self.seen().hangs
     }
 
+    fn finish(&mut self) -> bool {
+        !self.seen().hangs
+    }
+
     fn calls(&self) -> u64 {
         0
     }
@@ -207,6 +211,17 @@ fn a_failed_copier_whose_copies_hang_is_kept_when_its_channel_ends() {
     add(&mut line, 1);
     line.flush();
     assert_eq!(next.lock().unwrap().batches.len(), 1, "the failure was the dropped copier's");
+}
+
+/// Regression: the copier was dropped, and its ring reused, as if the copies had ended.
+#[test]
+fn a_copier_whose_end_cannot_be_known_is_not_dropped_with_its_pipeline() {
+    for hangs in [false, true] {
+        let (line, seen) = scene(Way::Out);
+        seen.lock().unwrap().hangs = hangs;
+        drop(line);
+        assert_eq!(Arc::strong_count(&seen), if hangs { 2 } else { 1 });
+    }
 }
 
 /// The address of a run that cannot be copied.
