@@ -2,7 +2,7 @@
 //!
 //! The pages are mapped here and then registered with the driver, not allocated by it. So they can be placed
 //! on the GPU's NUMA node, whatever thread allocates them, and a forked child does not share them.
-//! Invariant: the driver has released the pages before they are unmapped.
+//! Invariant: pages are unmapped only after the driver has released them, or has lost the context.
 //! Read next: `deferred_free.rs`, which decides when the pages are freed.
 
 use super::deferred_free::{self, Idle};
@@ -10,6 +10,7 @@ use super::error::{CudaError, Result, call};
 use super::gpu::CudaGpu;
 use ferrywire_sys::mapping::{self, AddressRange, HUGE_PAGE_BYTES, PAGE_BYTES};
 use ferrywire_sys::numa;
+use std::mem::ManuallyDrop;
 use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -45,7 +46,8 @@ unsafe impl Sync for PinnedBuffer {}
 #[derive(Debug)]
 pub(super) struct Pages {
     pub(super) gpu: Arc<CudaGpu>,
-    range: AddressRange,
+    /// Unmapped when the pages are dropped, unless the driver may still know them.
+    range: ManuallyDrop<AddressRange>,
     address: u64,
     /// Whether the pages may be reused: no work is in flight when the buffer is dropped.
     again: bool,
@@ -79,7 +81,7 @@ impl Pages {
             })
             .map_err(|error| failed(error.to_string()))?;
         PINNED_BYTES.fetch_add(range.len() as u64, Ordering::Relaxed);
-        let mut pages = Pages { gpu: gpu.clone(), range, address: 0, again };
+        let mut pages = Pages { gpu: gpu.clone(), range: ManuallyDrop::new(range), address: 0, again };
         // SAFETY: the range was just registered; the driver writes one address, for which there is room.
         match unsafe { call!(about, cuMemHostGetDevicePointer_v2(&mut pages.address, base, 0)) } {
             Ok(()) => Ok(pages),
@@ -182,11 +184,16 @@ impl Drop for Pages {
         let freed = self.gpu.make_current().and_then(|_current| unsafe {
             call!(self.gpu.about().bytes(self.range.len()), cuMemHostUnregister(base))
         });
-        match freed {
-            Ok(()) => _ = PINNED_BYTES.fetch_sub(self.range.len() as u64, Ordering::Relaxed),
-            Err(error) => {
-                tracing::warn!(%error, "cannot unpin host memory")
+        if let Err(error) = freed {
+            if !error.ends_work() {
+                let bytes = self.range.len();
+                tracing::warn!(%error, "cannot unpin {bytes} bytes of host memory: they stay pinned and mapped until this process ends");
+                return;
             }
+            tracing::warn!(%error, "cannot unpin host memory: its GPU is lost");
         }
+        PINNED_BYTES.fetch_sub(self.range.len() as u64, Ordering::Relaxed);
+        // SAFETY: the range is dropped once, and not used after this.
+        unsafe { ManuallyDrop::drop(&mut self.range) };
     }
 }

@@ -4,7 +4,7 @@
 use crate::{ALONE, gather, gpu, is_alone, of_stand_in, passes};
 use ferrywire::Endpoint;
 use ferrywire_memory::GpuCopy;
-use ferrywire_memory::cuda::{CudaBuffer, CudaGpu, CudaStream, PinnedBuffer};
+use ferrywire_memory::cuda::{CudaBuffer, CudaGpu, CudaStream, PinnedBuffer, pinned_bytes};
 use ferrywire_memory::unpack::GatherDevice;
 use std::ffi::{CStr, c_int, c_void};
 use std::mem::transmute;
@@ -200,4 +200,29 @@ fn a_failed_query_does_not_fail_a_gather_that_still_runs() {
     drop(stopped);
     until("the mark is not reached", || queue.reached() == Ok(1));
     drop(queue);
+}
+
+/// Whether a page of this process is mapped.
+fn is_mapped(page: usize) -> bool {
+    let mut present = 0u8;
+    // SAFETY: one byte for one page; an address that is not mapped is an error.
+    unsafe { libc::mincore(page as *mut c_void, 4096, &mut present) == 0 }
+}
+
+/// Regression: the pages were unmapped while the driver still knew them, and later memory at the address was the GPU's.
+#[test]
+fn pages_that_the_driver_does_not_unpin_stay_mapped() {
+    let Some(gpu) = scene("failed_calls::pages_that_the_driver_does_not_unpin_stay_mapped") else { return };
+    for (code, stays) in [(UNKNOWN, true), (LAUNCH_FAILED, false)] {
+        let before = pinned_bytes();
+        let buffer = gpu.pinned_once(BYTES).unwrap();
+        let (page, bytes) = (buffer.as_ptr() as usize, buffer.pinned_bytes() as u64);
+        let failing = Failing::with(code, c"unregister_code");
+        let asked = failures();
+        drop(buffer);
+        assert_eq!(failures(), asked + 1);
+        drop(failing);
+        assert_eq!(is_mapped(page), stays, "{code}");
+        assert_eq!(pinned_bytes(), before + if stays { bytes } else { 0 });
+    }
 }
