@@ -22,6 +22,7 @@ use super::pinned::Pages;
 use ferrywire_proto::limits::{self, CUDA_GPUS_MAX};
 use std::cell::Cell;
 use std::marker::PhantomData;
+use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, TryLockError};
 use std::thread;
@@ -53,6 +54,9 @@ impl Idle {
         }
     }
 }
+
+/// Time after which a launch is taken to wait for its GPU, and no longer waited for.
+const LAUNCHES_WITHIN: Duration = Duration::from_millis(1);
 
 static IDLE: Mutex<Vec<Idle>> = Mutex::new(Vec::new());
 /// Number of streams of this process that wait for a transfer.
@@ -139,9 +143,10 @@ fn clear(gpu: u32) {
     }
     // Takes the lock also when nothing is kept: another thread may be freeing at this moment.
     let _freeing = lock(&Slot::of(gpu).freeing);
-    if !streams_wait() {
-        let idle = lock(&IDLE).extract_if(.., |each| each.gpu() == gpu).collect::<Vec<_>>();
-        drop(idle);
+    // Each item waits for all work of the GPU, which may have begun to wait for a stream meanwhile.
+    while !streams_wait() {
+        let Some(item) = take(|each| each.gpu() == gpu, Some) else { break };
+        drop(item);
     }
 }
 
@@ -213,6 +218,14 @@ pub fn stream_waits(gpu: u32) {
     let _freeing = lock(&slot.freeing);
     let _launching = slot.launching.write().unwrap_or_else(PoisonError::into_inner);
     WAITING.fetch_add(1, Ordering::AcqRel);
+    // A thread may have found that no stream waits, and be about to launch on another GPU.
+    let start = Instant::now();
+    let is_launching = |other: &Slot| matches!(other.launching.try_write(), Err(TryLockError::WouldBlock));
+    for other in SLOTS.iter().filter(|other| !ptr::eq(*other, slot)) {
+        while is_launching(other) && !other.is_freeing() && start.elapsed() < LAUNCHES_WITHIN {
+            thread::yield_now();
+        }
+    }
 }
 
 /// Whether any stream waits for a transfer.

@@ -358,7 +358,8 @@ impl CudaStream {
     /// `value` or more.
     ///
     /// # Errors
-    /// [`CudaError::StreamCapturing`] for a stream that captures a graph, and the driver's error.
+    /// [`CudaError::StreamCapturing`](super::CudaError::StreamCapturing) for a stream that captures a graph, and
+    /// the driver's error.
     ///
     /// # Safety
     /// `stream` is a live stream of this GPU's primary context, or null for the default stream; `address` is

@@ -43,7 +43,7 @@ impl Drop for Unended {
     fn drop(&mut self) {
         // SAFETY: an aligned number, to which only this store writes.
         unsafe { AtomicU64::from_ptr(self.flag.as_ptr().cast()) }.store(1, Ordering::SeqCst);
-        self.stream.finish();
+        let _ = self.stream.finish();
     }
 }
 
@@ -242,6 +242,49 @@ fn a_free_that_waits_for_a_kernel_holds_up_no_stream_of_another_gpu() {
     assert_eq!(received.wait(LONG), Ok(BYTES as u64));
     stream.wait(LONG).unwrap();
     assert!(outcome.is_some(), "it waited until the memory was freed");
+}
+
+/// Regression: whether a stream waits was asked once for all that was kept, and each free waits for all work of its GPU.
+#[test]
+fn freeing_stops_once_a_stream_of_another_gpu_waits_for_a_transfer() {
+    let Some(gpu) = gpu() else { return };
+    let other = other_gpu(&gpu);
+    let Some(frees_waiting) = of_stand_in(c"frees_waiting").filter(|_| other.index() != gpu.index()) else {
+        return println!("SKIPPED: needs two GPUs of the stand-in, which says when a free waits");
+    };
+    if !is_alone("held::freeing_stops_once_a_stream_of_another_gpu_waits_for_a_transfer") {
+        return;
+    }
+    // SAFETY: the stand-in has this `int`, which is only used as an atomic.
+    let frees_waiting = unsafe { AtomicI32::from_ptr(frees_waiting.cast()) };
+    in_time(move || {
+        let accepting = Endpoint::builder().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
+        let target = accepting.alloc_cuda(other.index(), BYTES).unwrap();
+        let pair = join(&accepting);
+        let received = pair.far.recv(1, &target, 0, BYTES as u64).unwrap();
+        let [first, second, last] = [(); 3].map(|()| gpu.alloc(BYTES, 4096).unwrap());
+        let (waits, behind) = (other.stream().unwrap(), gpu.stream().unwrap());
+        let (event, kernel) = (CudaEvent::new(&other).unwrap(), Unended::new(&gpu));
+        // A thread that moves data keeps what it drops.
+        let moving = deferred_free::moving();
+        drop((first, second));
+        drop(moving);
+        let frees = std::thread::spawn(move || drop(last));
+        let start = Instant::now();
+        while frees_waiting.load(Ordering::SeqCst) == 0 {
+            assert!(start.elapsed() < LONG, "memory is freed without waiting for the kernel");
+            std::thread::yield_now();
+        }
+        received.block_stream(&waits).unwrap();
+        waits.record(&event).unwrap();
+        behind.wait_event(&event).unwrap();
+        drop(kernel);
+        let outcome = ends(move || frees.join().unwrap());
+        pair.near.send(1, &pair.source, 0, BYTES as u64).unwrap().wait(LONG).unwrap();
+        assert_eq!(received.wait(LONG), Ok(BYTES as u64));
+        [waits, behind].iter().for_each(|stream| stream.wait(LONG).unwrap());
+        assert!(outcome.is_some(), "it waited for the transfer");
+    });
 }
 
 /// Regression: whoever freed memory of one GPU freed what was kept of all others too, and waited for their work.

@@ -494,7 +494,7 @@ fn a_peer_with_short_messages_goes_though_copies_of_other_peers_do_not_end() {
     let next = Endpoint::builder().channels(1).build().unwrap();
     let connected = next.connect(accepting.listen_addresses()[0], LONG / 4).map(drop);
     flag.raise(0);
-    streams.iter().for_each(CudaStream::finish);
+    streams.iter().for_each(|stream| stream.finish().unwrap());
     assert_eq!((dropped, connected), (Some(()), Ok(())));
 }
 
@@ -529,8 +529,8 @@ fn a_close_with_a_limit_returns_though_work_of_a_gpu_does_not_end() {
     drop(near);
     let kernel = Unended::new(&gpu);
     let outcome = ends(move || {
-        let closed = [connecting, accepting].map(|end| (end.close(LIMIT), end));
-        closed.map(|(closed, end)| closed.map(|()| end).unwrap())
+        // A close that is late fails, and does not wait for the GPU either.
+        [connecting, accepting].map(|end| (end.close(LIMIT).is_ok(), end))
     });
     let returned = outcome.is_some();
     drop(kernel);
