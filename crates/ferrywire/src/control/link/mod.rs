@@ -333,6 +333,7 @@ impl Link {
     fn placed_last(&mut self, now: Duration) -> bool {
         self.peer.end_placed();
         if self.peer.messages.close() {
+            self.peer.count_messages();
             return true;
         }
         let since = *self.placing_since.get_or_insert(now);

@@ -146,7 +146,7 @@ impl PeerState {
     }
 
     /// Counts the pinned memory of short messages.
-    fn count_messages(&self) {
+    pub fn count_messages(&self) {
         let bytes = self.messages.pinned_bytes() as u64;
         self.counters
             .iter()

@@ -11,6 +11,7 @@ use std::collections::VecDeque;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::time::Duration;
 
 use super::Hung;
 use super::copier::{Run, Way};
@@ -22,6 +23,10 @@ use crate::error::{Error, Result};
 use ferrywire_memory::{MemoryLocation, OwnedCall};
 use ferrywire_proto::inbox::Message;
 use ferrywire_proto::limits;
+
+/// Time that the end of a copier is waited for. Its copies are done, but those of other peers before its mark may not be, and
+/// the thread that waits serves all peers.
+const CLOSE_WAIT: Duration = Duration::from_millis(1);
 
 /// The messages of one peer that are copied to GPUs.
 #[derive(Default)]
@@ -132,7 +137,8 @@ impl Messages {
         state.is_closed = !state.goes_on() && state.lost.is_empty();
         if state.is_closed {
             let mut lines = std::mem::take(&mut state.lines);
-            let unfinished = lines.iter_mut().filter_map(|line| line.pipeline.end()).collect();
+            let unfinished =
+                lines.iter_mut().filter_map(|line| line.pipeline.end_within(CLOSE_WAIT)).collect();
             Hung::of(unfinished, Vec::new(), Vec::new()).into_iter().for_each(Hung::leave);
             self.count(&state);
         }

@@ -411,10 +411,15 @@ impl Pipeline {
     /// not `None`.
     #[must_use = "what the GPU may still touch has to be kept"]
     pub fn end(&mut self) -> Option<Unfinished> {
+        self.end_within(limits::GPU_END_TIMEOUT)
+    }
+
+    /// As [`Pipeline::end`], and waits for the GPU at most `timeout`.
+    #[must_use = "what the GPU may still touch has to be kept"]
+    pub fn end_within(&mut self, timeout: Duration) -> Option<Unfinished> {
         self.past_calls = self.calls();
         self.failing = None;
-        let copier =
-            self.copier.take().map(|mut copier| (copier.ends_within(limits::GPU_END_TIMEOUT), copier));
+        let copier = self.copier.take().map(|mut copier| (copier.ends_within(timeout), copier));
         let copier = copier.and_then(|(ended, copier)| (!ended).then_some(copier));
         let unfinished = copier.map(|copier| {
             self.keep_lent_pages();
