@@ -62,9 +62,13 @@ impl Link {
     /// The path over which a channel is dialled: its own. While no channel is up, although the peer answers over the
     /// control connection, the first channel tries the other paths too; in set-up once a dial has failed.
     fn path_to_dial(&mut self, context: &Context, index: u16, now: Duration) -> Option<Pair> {
-        let may_detour = index == 0 && !self.any_is_up() && (!self.settling() || self.leads_nowhere());
+        let may_detour = index == 0 && !self.any_is_up();
+        let (settling, leads_nowhere) = (self.settling(), self.leads_nowhere());
         let Role::Connector(connector) = &mut self.role else { return None };
         let own = connector.path(index).clone();
+        // Where no path led anywhere, all channels have the path to the dialled address by now.
+        let may_detour =
+            may_detour && (!settling || (leads_nowhere && own.remote != connector.target.address));
         if index == 0 {
             connector.detour_until = None;
         }
