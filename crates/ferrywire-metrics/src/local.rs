@@ -35,7 +35,7 @@ const NOT_PRIVATE: &str = "not a folder that its user alone owns and can enter; 
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 /// Most sockets that are read at a time, since each takes a descriptor.
 const READ_TOGETHER: usize = 256;
-/// Longest answer that a reader accepts, in bytes.
+/// Most bytes of answers that a reader keeps at a time.
 const ANSWER_BYTES_MAX: usize = 64 << 20;
 /// Pause after an error of `accept`, before the next call.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
@@ -240,11 +240,21 @@ impl Answer {
             Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {}
             Err(error) => return Err(error),
         }
-        if self.bytes.len() > ANSWER_BYTES_MAX {
-            return Err(io::Error::other(format!("the answer is longer than {ANSWER_BYTES_MAX} bytes")));
-        }
         Ok(None)
     }
+}
+
+/// Gives up the longest answer if all together are too long.
+fn take_longest<'a>(
+    coming: &mut Vec<(&'a PathBuf, Answer)>,
+) -> Option<(&'a PathBuf, io::Result<ProcessSample>)> {
+    let total: usize = coming.iter().map(|(_, answer)| answer.bytes.len()).sum();
+    let longest = (0..coming.len()).max_by_key(|at| coming[*at].1.bytes.len())?;
+    (total > ANSWER_BYTES_MAX).then(|| {
+        let (path, answer) = coming.swap_remove(longest);
+        let bytes = answer.bytes.len();
+        (path, Err(io::Error::other(format!("its answer is too long, with {bytes} bytes and more to come"))))
+    })
 }
 
 /// Reads the answers of several processes at once.
@@ -279,6 +289,7 @@ fn read(paths: &[PathBuf]) -> Vec<(&PathBuf, io::Result<ProcessSample>)> {
             read.extend(result.transpose().map(|result| (*path, result)));
             !is_over
         });
+        read.extend(take_longest(&mut coming));
     }
     let silent = || {
         let limit = ANSWER_TIMEOUT.as_secs();
