@@ -35,7 +35,7 @@ const NOT_PRIVATE: &str = "not a folder that its user alone owns and can enter; 
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 /// Most sockets that are read at a time, since each takes a descriptor.
 const READ_TOGETHER: usize = 256;
-/// Most bytes of answers that a reader keeps at a time.
+/// Most bytes of answers that a reader keeps at a time, beside those that come while it reads once from each.
 const ANSWER_BYTES_MAX: usize = 64 << 20;
 /// Pause after an error of `accept`, before the next call.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
@@ -289,7 +289,9 @@ fn read(paths: &[PathBuf]) -> Vec<(&PathBuf, io::Result<ProcessSample>)> {
             read.extend(result.transpose().map(|result| (*path, result)));
             !is_over
         });
-        read.extend(take_longest(&mut coming));
+        while let Some(given_up) = take_longest(&mut coming) {
+            read.push(given_up);
+        }
     }
     let silent = || {
         let limit = ANSWER_TIMEOUT.as_secs();

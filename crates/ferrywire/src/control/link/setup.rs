@@ -66,9 +66,9 @@ impl Link {
         let (settling, leads_nowhere) = (self.settling(), self.leads_nowhere());
         let Role::Connector(connector) = &mut self.role else { return None };
         let own = connector.path(index).clone();
-        // Where no path led anywhere, all channels have the path to the dialled address by now.
-        let may_detour =
-            may_detour && (!settling || (leads_nowhere && own.remote != connector.target.address));
+        // Where no path led anywhere, all channels have the system's route to the dialled address by now.
+        let has_fallen_back = own.nic.is_none() && own.remote == connector.target.address;
+        let may_detour = may_detour && (!settling || (leads_nowhere && !has_fallen_back));
         if index == 0 {
             connector.detour_until = None;
         }
