@@ -6,7 +6,8 @@
 //! so the thread gets its mode back: after the call, or, on a thread that moves data, when it no longer does.
 //! Such a thread polls the GPU often and pays for one exchange.
 //!
-//! Invariant: a thread that runs other code has the mode that the other code chose.
+//! Invariant: a thread that runs other code has the mode that the other code chose, except within
+//! `CudaGpu::with_current`.
 //! Read next: `gpu.rs`, whose guard of the current context is also one of the mode.
 
 use super::error::{CudaError, Result, ask, call};

@@ -194,8 +194,10 @@ pub(super) const NOT_SUPPORTED: u32 = 801;
 pub(super) const NO_GPU_MEMORY: [u32; 4] = [INVALID_VALUE, NOT_INITIALIZED, DEINITIALIZED, STUB_LIBRARY];
 /// Error codes of the driver after which a context is lost: uncorrectable errors of memory and NVLink, a
 /// destroyed context, and kernels that failed: at an illegal, misaligned or foreign address, by a time limit,
-/// an assertion, an illegal instruction or program counter, or the hardware's stack.
-const LOSES_CONTEXT: [u32; 12] = [214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719];
+/// an assertion, an illegal instruction or program counter, or the hardware's stack; a contained error, leaked
+/// tensor memory, an ended MPS client and a failed external device.
+const LOSES_CONTEXT: [u32; 16] =
+    [214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911];
 
 impl CudaError {
     /// The driver's error code; `None` when no driver call failed.

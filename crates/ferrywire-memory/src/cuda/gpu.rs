@@ -219,7 +219,8 @@ impl CudaGpu {
         About::gpu(self.index)
     }
 
-    /// Runs `body` with the GPU's context current on this thread, then restores the previous context.
+    /// Runs `body` with the GPU's context current on this thread, then restores the previous context. The thread's
+    /// graph capture mode is relaxed meanwhile, also for foreign code.
     ///
     /// # Errors
     /// The driver's error when the context cannot be made current; `body` has not run then.

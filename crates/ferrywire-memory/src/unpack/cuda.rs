@@ -31,6 +31,8 @@ pub struct CudaQueue {
     marked: u64,
     reached: u64,
     asked: Instant,
+    /// When the driver began to answer with errors.
+    fails_since: Option<Instant>,
 }
 
 impl CudaQueue {
@@ -46,6 +48,7 @@ impl CudaQueue {
             marked: 0,
             reached: 0,
             asked: Instant::now(),
+            fails_since: None,
         })
     }
 
@@ -142,11 +145,16 @@ unsafe impl GatherDevice for CudaQueue {
         self.reached = self.flag();
         if self.reached == before && self.reached < self.marked && self.asked.elapsed() >= ASK_INTERVAL {
             self.asked = Instant::now();
-            // After any other error the mark can still be reached.
-            self.stream
-                .query()
-                .map(drop)
-                .or_else(|error| if error.ends_work() { Err(error) } else { Ok(()) })?;
+            match self.stream.query() {
+                Ok(_) => self.fails_since = None,
+                // After any other error the mark can still be reached, unless the error lasts.
+                Err(error) => {
+                    let since = *self.fails_since.get_or_insert(self.asked);
+                    if error.ends_work() || since.elapsed() >= limits::GPU_ABANDON_TIMEOUT {
+                        return Err(error.into());
+                    }
+                }
+            }
         }
         Ok(self.reached)
     }
