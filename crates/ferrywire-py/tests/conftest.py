@@ -46,12 +46,16 @@ def pair():
         to_far.close()
 
 
+# In development mode asyncio logs every step of more than 0.1 s, which a busy machine makes of any step.
+NO_SLOW_STEPS = 'import logging; logging.getLogger("asyncio").addFilter(lambda record: " took " not in record.msg)'
+
+
 class Program:
     """A separate Python program in development mode."""
 
     def __init__(self, code: str, *arguments: str, options: tuple[str, ...] = ("-X", "dev"), **environment: str):
         self.process = subprocess.Popen(
-            [sys.executable, *options, "-W", "error", "-c", textwrap.dedent(code), *arguments],
+            [sys.executable, *options, "-W", "error", "-c", f"{NO_SLOW_STEPS}\n{textwrap.dedent(code)}", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
